@@ -1,0 +1,1 @@
+"""Differentially private fine-tuning of pretrained vision transformers with DP-Muon."""
