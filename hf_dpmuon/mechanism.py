@@ -1,0 +1,225 @@
+"""The Gaussian mechanism: clip each sample, sum, add noise once, divide by the expected size.
+
+Receives per-sample gradients from the engine in ``grad_sample``, one physical batch after another;
+returns, once per logical batch, the private mean gradient in every ``p.grad`` and the event that the
+ledger records. This is the only room that draws noise.
+
+Guarantees:
+    With noise multiplier sigma and norm bound C, adding or removing one sample changes the clipped
+    sum by at most C in Euclidean norm over *all* trainable parameters together, and the release is
+    that sum plus N(0, sigma^2 C^2 I), divided by a number that does not depend on the draw.
+    Norms, factors, sums and noise are float32 whatever the compute type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dpmuon.grad_sample import HooksGradSampleModule
+from hf_dpmuon.sampling import secret_generator
+
+__all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
+
+Clipping = Literal["flat", "per_layer", "automatic"]
+
+AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)
+
+
+@dataclass(frozen=True)
+class NoiseEvent:
+    """One draw of noise: what the accountant and an auditor need to know of it.
+
+    Attributes:
+        step: Logical step, from 1.
+        noise_multiplier: sigma, the noise's standard deviation in units of ``max_grad_norm``.
+        sample_rate: Inclusion probability q of each privacy unit in this step.
+        max_grad_norm: C, the bound on one unit's contribution to the sum.
+        clipping: The rule that enforces the bound.
+        digest: Checksum of the released gradient; a function of the release, so free of cost.
+    """
+
+    step: int
+    noise_multiplier: float
+    sample_rate: float
+    max_grad_norm: float
+    clipping: str
+    digest: str
+
+
+def clip_factors(
+    norms: Mapping[str, Tensor], *, max_grad_norm: float, clipping: Clipping, num_layers: int
+) -> dict[str, Tensor]:
+    """Weights that bound each sample's gradient over all parameters by ``max_grad_norm``.
+
+    ========== ===================================================================
+    flat       min(1, C / |g|), |g| over all parameters (Abadi et al. 2016)
+    per_layer  min(1, C_l / |g_l|) with C_l = C / sqrt(L), so that sum of C_l^2 = C^2
+    automatic  C / (|g| + 0.01) (AUTO-S, Bu et al. 2023)
+    ========== ===================================================================
+
+    Args:
+        norms: Per parameter, norms of the samples' gradients, float32 of shape (B,).
+        max_grad_norm: The bound C.
+        clipping: The rule.
+        num_layers: L, the number of trainable parameters (reached in this pass or not).
+
+    Returns:
+        Per parameter, float32 of shape (B,). A sample with a non-finite norm in any parameter has
+        weight 0 in all of them.
+
+    Guarantees:
+        sqrt(sum over parameters of (factor * norm)^2) <= C (1 + 1e-5) for each sample.
+    """
+    by_parameter = torch.stack(list(norms.values()))  # (P, B)
+    total = torch.linalg.vector_norm(by_parameter, dim=0)  # (B,)
+    match clipping:
+        case "flat":
+            factors = (max_grad_norm / total).clamp(max=1.0).expand_as(by_parameter)
+        case "per_layer":
+            factors = (max_grad_norm / math.sqrt(num_layers) / by_parameter).clamp(max=1.0)
+        case "automatic":
+            factors = (max_grad_norm / (total + AUTOMATIC_STABILISER)).expand_as(by_parameter)
+    factors = torch.where(total.isfinite(), factors, 0.0)
+    return dict(zip(norms, factors, strict=True))
+
+
+class GaussianMechanism:
+    """Turns per-sample gradients into one private gradient per logical batch.
+
+    Steps, in order: ``accumulate`` after every physical batch (clip, sum), ``release`` once (noise,
+    divide, event). An empty logical batch is a ``release`` without any ``accumulate``.
+
+    Args:
+        module: The engine that yields per-sample gradients; its trainable parameters now are the
+            ones that are clipped together and noised.
+        noise_multiplier: sigma >= 0, in units of ``max_grad_norm``.
+        max_grad_norm: C > 0.
+        sample_rate: q in (0, 1].
+        num_units: N, the number of privacy units; the sum is divided by q N.
+        generator: Secret generator of the noise.
+        clipping: How a sample's gradient is bounded; see ``clip_factors``.
+
+    Raises:
+        ValueError: If a value is outside its range.
+    """
+
+    def __init__(
+        self,
+        module: HooksGradSampleModule,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        sample_rate: float,
+        num_units: int,
+        generator: np.random.Generator,
+        clipping: Clipping = "flat",
+    ) -> None:
+        if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+            raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+        if not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm} must be > 0.")
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
+        if num_units < 1:
+            raise ValueError(f"num_units={num_units} must be >= 1.")
+        if clipping not in get_args(Clipping):
+            raise ValueError(f"clipping={clipping!r} must be one of {get_args(Clipping)}.")
+        self.module = module
+        self.noise_multiplier = noise_multiplier
+        self.max_grad_norm = max_grad_norm
+        self.sample_rate = sample_rate
+        self.expected_batch_size = sample_rate * num_units
+        self.clipping: Clipping = clipping
+        self.generator = generator
+        self._parameters = _trainable(module)
+        self._sums = {
+            name: torch.zeros(p.shape, dtype=torch.float32, device=p.device)
+            for name, p in self._parameters.items()
+        }
+
+    def accumulate(self) -> None:
+        """Clip the samples of the last backward pass, add them to the sum, drop their gradients.
+
+        Raises:
+            RuntimeError: If a trainable parameter has a gradient but none per sample, or if the
+                set of trainable parameters is no longer the one that is protected.
+        """
+        self._check_trainable_set()
+        norms = self.module.per_sample_norms()
+        if norms:
+            factors = clip_factors(
+                norms,
+                max_grad_norm=self.max_grad_norm,
+                clipping=self.clipping,
+                num_layers=len(self._parameters),
+            )
+            self.module.add_weighted_sum(factors, into=self._sums)
+        self.module.discard()
+
+    def release(self, *, step: int, replay: NoiseEvent | None = None) -> NoiseEvent:
+        """Write the private mean gradient to every ``p.grad`` and start a new logical batch.
+
+        Args:
+            step: Number of this logical step, from 1.
+            replay: The ledger's record of this step, where an interrupted run had drawn it before.
+
+        Returns:
+            The event to record before the weights move.
+
+        Guarantees:
+            Noise is drawn once, for every protected parameter, also for an empty batch. Noise that
+            ``replay`` used for another sum is never used again: unless the release is the same to
+            the bit, noise is drawn afresh from the operating system's entropy.
+        """
+        self._check_trainable_set()
+        digest = self._privatise()
+        if replay is not None and replay.digest != digest:
+            self.generator = secret_generator()
+            digest = self._privatise()
+        for total in self._sums.values():
+            total.zero_()
+        return NoiseEvent(
+            step=step,
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            max_grad_norm=self.max_grad_norm,
+            clipping=self.clipping,
+            digest=digest,
+        )
+
+    def _privatise(self) -> str:
+        scale = self.noise_multiplier * self.max_grad_norm
+        checksum = hashlib.sha256()
+        for name, parameter in self._parameters.items():
+            noise = self.generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
+            private = torch.as_tensor(noise, device=parameter.device).mul_(scale)
+            private.add_(self._sums[name]).div_(self.expected_batch_size)
+            checksum.update(f"{name}:{private.view(torch.int32).sum().item()}".encode())
+            parameter.grad = private.to(parameter.dtype)
+        return checksum.hexdigest()
+
+    def _check_trainable_set(self) -> None:
+        now = _trainable(self.module)
+        if {name: id(p) for name, p in now.items()} == {
+            name: id(p) for name, p in self._parameters.items()
+        }:
+            return
+        changed = sorted(now.keys() ^ self._parameters.keys())
+        raise RuntimeError(
+            "the set of trainable parameters changed after privacy was set up "
+            f"({', '.join(changed) or 'parameters were replaced'}); freeze or unfreeze before the "
+            "trainer is built, or build a new one."
+        )
+
+
+def _trainable(module: HooksGradSampleModule) -> dict[str, torch.nn.Parameter]:
+    """Trainable parameters by their name in the plain model."""
+    return {name: p for name, p in module._module.named_parameters() if p.requires_grad}
