@@ -25,11 +25,15 @@ from typing import Any
 import torch
 from opacus.grad_sample import GradSampleModule, register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params
-from timm.layers import LayerScale
 from torch import Tensor, nn
-from transformers.models.dinov2.modeling_dinov2 import Dinov2LayerScale
 
 __all__ = ["HooksGradSampleModule"]
+
+
+# Layers of timm and transformers that only multiply by one trainable scale a channel. They are known
+# by name so that importing this package imports neither; the trainer's check against batches of one
+# would show a namesake that does something else.
+CHANNEL_SCALES = frozenset({"LayerScale", "Dinov2LayerScale"})
 
 
 def _channel_scale_grad_sample(
@@ -39,10 +43,6 @@ def _channel_scale_grad_sample(
     (scale,) = layer.parameters(recurse=False)
     product = activations[0].to(backprops.dtype) * backprops
     return {scale: product.flatten(1, -2).sum(1) if product.dim() > 2 else product}
-
-
-for _layer_scale in (LayerScale, Dinov2LayerScale):
-    register_grad_sampler(_layer_scale)(_channel_scale_grad_sample)
 
 
 class HooksGradSampleModule(GradSampleModule):  # type: ignore[misc]
@@ -62,6 +62,8 @@ class HooksGradSampleModule(GradSampleModule):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         self._bare: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._bare_handles: list[torch.utils.hooks.RemovableHandle] = []
+        for kind in {type(m) for m in model.modules() if type(m).__name__ in CHANNEL_SCALES}:
+            register_grad_sampler(kind)(_channel_scale_grad_sample)
         super().__init__(model, loss_reduction="sum", strict=True)
         self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._reject_uncovered()

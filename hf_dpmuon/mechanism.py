@@ -1,8 +1,8 @@
 """The Gaussian mechanism: clip each sample, sum, add noise once, divide by the expected size.
 
 Receives per-sample gradients from the engine in ``grad_sample``, one physical batch after another;
-returns, once per logical batch, the private mean gradient in every ``p.grad`` and the event that the
-ledger records. This is the only room that draws noise.
+returns, once per logical batch, the private mean gradient in every ``p.grad`` and the event that
+the ledger records. This is the only room that draws noise.
 
 Guarantees:
     With noise multiplier sigma and norm bound C, adding or removing one sample changes the clipped

@@ -1,0 +1,424 @@
+"""Every knob: its meaning, its default, and the combinations that are refused.
+
+Receives the command line and a YAML file; returns three checked dataclasses. Whatever would break
+the privacy guarantee and can be seen from the arguments alone is refused here, in one sentence that
+names the setting and says what to set instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames
+
+from hf_dpmuon.mechanism import Clipping
+
+__all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
+
+# Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
+LEARNING_RATES = {"sgd": 0.01, "muon": 2e-3}
+ACCOUNTANTS = ("rdp", "prv")
+GRAD_SAMPLE_MODES = ("hooks",)
+
+
+@dataclass
+class ModelArguments:
+    """Which pretrained model is fine-tuned.
+
+    Attributes:
+        model_name_or_path: Hub id, local folder, ``timm/<name>`` or ``builtin:tiny-vit``.
+        model_revision: Branch, tag or commit on the Hub.
+        image_size: Side of the input in pixels, where it differs from the model's own.
+    """
+
+    model_name_or_path: str = field(
+        default="builtin:tiny-vit",
+        metadata={"help": "Hub id, local folder, timm/<name>, or builtin:tiny-vit."},
+    )
+    model_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Input side in pixels, if not the model's own."}
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which images are private, and how they are read.
+
+    Attributes:
+        dataset_name: Hub id, local folder or file, or ``builtin:digits``.
+        dataset_config_name: Configuration of the data set on the Hub.
+        dataset_revision: Branch, tag or commit on the Hub.
+        train_split: The private split.
+        eval_split: Split for evaluation; not covered by the guarantee.
+        image_column: Column of images; found when there is only one.
+        label_column: Column of labels; found when there is only one.
+        on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
+        random_flip: Horizontal flips in training.
+        random_crop: Padded random crops in training.
+    """
+
+    dataset_name: str = field(
+        default="builtin:digits",
+        metadata={"help": "Hub id, local folder or file, or builtin:digits."},
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the data set."}
+    )
+    dataset_revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the data set on the Hub."}
+    )
+    train_split: str = field(default="train", metadata={"help": "The private split."})
+    eval_split: str | None = field(
+        default=None,
+        metadata={"help": "Split for evaluation, not covered by the guarantee (found if unset)."},
+    )
+    image_column: str | None = field(
+        default=None, metadata={"help": "Column of images (found if there is only one)."}
+    )
+    label_column: str | None = field(
+        default=None, metadata={"help": "Column of labels (found if there is only one)."}
+    )
+    on_corrupt: str = field(
+        default="refuse",
+        metadata={"help": "Images that cannot be read: refuse to start, or drop them first."},
+    )
+    random_flip: bool = field(default=True, metadata={"help": "Flip images left-right in training."})
+    random_crop: bool = field(
+        default=True, metadata={"help": "Crop images after padding by 1/8 of their side."}
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values that can be checked without the data."""
+        if self.on_corrupt not in ("refuse", "drop"):
+            raise ValueError(f"on_corrupt={self.on_corrupt!r} must be 'refuse' or 'drop'.")
+
+
+@dataclass
+class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
+    """``TrainingArguments`` plus the privacy knobs; see each field's help.
+
+    Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
+    ``lr_scheduler_type`` to cosine with 5 % warm-up, ``max_grad_norm`` to 0 (clipping is per
+    sample), ``remove_unused_columns`` to False, ``hub_private_repo`` to True, ``report_to`` to
+    none; ``per_device_train_batch_size`` is only how many images are in memory at once, and all
+    steps and epochs count logical batches.
+
+    Raises:
+        ValueError: On any setting that would void the guarantee or have no effect.
+    """
+
+    target_epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Privacy budget; sigma is calibrated to it (or give noise_multiplier)."},
+    )
+    target_delta: float | None = field(
+        default=None, metadata={"help": "delta of the guarantee; 1/(10 N) if unset."}
+    )
+    noise_multiplier: float | None = field(
+        default=None,
+        metadata={"help": "sigma: noise std over per_sample_max_grad_norm (or target_epsilon)."},
+    )
+    per_sample_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "C: bound on the gradient norm of one privacy unit."}
+    )
+    clipping: str = field(
+        default="flat",
+        metadata={"help": "How the bound is enforced: flat, per_layer or automatic."},
+    )
+    logical_batch_size: int = field(
+        default=1024,
+        metadata={"help": "Expected number of privacy units in one optimizer step (q N)."},
+    )
+    per_device_train_batch_size: int = field(
+        default=32,
+        metadata={"help": "Physical batch: images in memory at once; changes nothing else."},
+    )
+    accountant: str = field(
+        default="rdp", metadata={"help": "Accountant of the reported epsilon: rdp or prv."}
+    )
+    grad_sample_mode: str = field(
+        default="hooks", metadata={"help": "Engine of the per-sample gradients: hooks."}
+    )
+    dp_optimizer: str = field(default="muon", metadata={"help": "muon or sgd."})
+    learning_rate: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Of matrices under muon, of all under sgd (default 2e-3, 0.01)."},
+    )
+    vector_learning_rate: float = field(
+        default=0.01,
+        metadata={"help": "Under muon: of everything that is not orthogonalised (DP-SGD)."},
+    )
+    orthogonalize_head: bool = field(
+        default=True, metadata={"help": "Under muon: whether the classifier's matrix is, too."}
+    )
+    orthogonalize_patch_embedding: bool = field(
+        default=True, metadata={"help": "Under muon: whether the patch embedding is, too."}
+    )
+    report_nonprivate_loss: bool = field(
+        default=False,
+        metadata={"help": "Log the raw training loss locally; it is NOT covered by the guarantee."},
+    )
+    noise_seed: int | None = field(
+        default=None,
+        metadata={"help": "Tests only: fixed noise and sampling; voids the guarantee."},
+    )
+    public_eval_split: bool = field(
+        default=False,
+        metadata={"help": "Declare that the evaluation split is public, so it may steer training."},
+    )
+    max_grad_norm: float = field(
+        default=0.0, metadata={"help": "Must stay 0; see per_sample_max_grad_norm."}
+    )
+    lr_scheduler_type: SchedulerType | str = field(
+        default="cosine", metadata={"help": "Learning-rate schedule over logical steps."}
+    )
+    warmup_steps: float = field(
+        default=0.05, metadata={"help": "Steps of linear warm-up; below 1, a share of all steps."}
+    )
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Not needed: only images and labels reach the model."}
+    )
+    report_to: None | str | list[str] = field(
+        default="none", metadata={"help": "Integrations to log to; they see private values only."}
+    )
+    hub_private_repo: bool | None = field(
+        default=True, metadata={"help": "Whether a pushed repository is private."}
+    )
+    logging_steps: float = field(
+        default=10, metadata={"help": "Log every so many logical steps; below 1, a share of all."}
+    )
+
+    def __post_init__(self) -> None:
+        """Fill in the method's defaults and refuse what cannot be private."""
+        self._check_privacy()
+        self._check_training_loop()
+        super().__post_init__()
+        self._check_resolved()
+
+    def _check_privacy(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            both = "both are set" if self.target_epsilon is not None else "neither is set"
+            raise ValueError(
+                f"exactly one of target_epsilon and noise_multiplier must be set, and {both}: give "
+                "target_epsilon to have sigma calibrated, or noise_multiplier to fix it."
+            )
+        if self.target_epsilon is not None and not 0 < self.target_epsilon < float("inf"):
+            raise ValueError(f"target_epsilon={self.target_epsilon} must be a finite number > 0.")
+        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < float("inf"):
+            raise ValueError(
+                f"noise_multiplier={self.noise_multiplier} must be a finite number >= 0."
+            )
+        if self.target_delta is not None and not 0 < self.target_delta < 1:
+            raise ValueError(
+                f"target_delta={self.target_delta} must be in (0, 1/N); leave it unset for 1/(10 N)."
+            )
+        if not 0 < self.per_sample_max_grad_norm < float("inf"):
+            raise ValueError(
+                f"per_sample_max_grad_norm={self.per_sample_max_grad_norm} must be a finite number "
+                "> 0, for instance 1.0."
+            )
+        if self.logical_batch_size < 1:
+            raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
+        for name, value, legal in (
+            ("clipping", self.clipping, get_args(Clipping)),
+            ("accountant", self.accountant, ACCOUNTANTS),
+            ("grad_sample_mode", self.grad_sample_mode, GRAD_SAMPLE_MODES),
+            ("dp_optimizer", self.dp_optimizer, tuple(LEARNING_RATES)),
+        ):
+            if value not in legal:
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(legal)}.")
+        if self.learning_rate is None:
+            self.learning_rate = LEARNING_RATES[self.dp_optimizer]
+
+    def _check_training_loop(self) -> None:
+        refused = {
+            "max_grad_norm": (
+                self.max_grad_norm != 0,
+                "would rescale the private gradient; leave it 0 and set per_sample_max_grad_norm",
+            ),
+            "gradient_accumulation_steps": (
+                self.gradient_accumulation_steps != 1,
+                "does not fit Poisson sampling; leave it 1 and set logical_batch_size (the size of "
+                "a step) and per_device_train_batch_size (what fits into memory)",
+            ),
+            "train_sampling_strategy": (
+                self.train_sampling_strategy != "random",
+                "is not the Poisson sampling that the accountant assumes; leave it 'random'",
+            ),
+            "auto_find_batch_size": (
+                self.auto_find_batch_size,
+                "would touch data twice and count it once; set a smaller "
+                "per_device_train_batch_size",
+            ),
+            "torch_compile": (
+                self.torch_compile
+                or self.torch_compile_backend is not None
+                or self.torch_compile_mode is not None,
+                "bypasses the hooks that compute per-sample gradients; leave it off",
+            ),
+            "deepspeed": (
+                self.deepspeed is not None,
+                "shards gradients before they are clipped; run without it",
+            ),
+            "fsdp": (
+                bool(self.fsdp),
+                "shards gradients before they are clipped; run without it",
+            ),
+            "parallelism_config": (
+                self.parallelism_config is not None,
+                "shards samples or gradients before they are clipped; run without it",
+            ),
+            "hub_strategy": (
+                HubStrategy(self.hub_strategy)
+                in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
+                "would push optimizer and generator states; use 'end' or 'every_save'",
+            ),
+            "push_to_hub": (
+                self.push_to_hub,
+                "is not supported yet; upload the saved folder yourself after reading its card",
+            ),
+            "fp16": (self.fp16, "is not supported yet; train in float32"),
+            "bf16": (self.bf16, "is not supported yet; train in float32"),
+            "activation_checkpointing": (
+                bool(self.activation_checkpointing or self.gradient_checkpointing),
+                "recomputes layers behind the hooks; set a smaller per_device_train_batch_size",
+            ),
+            "optim": (
+                self.optim != TrainingArguments.optim
+                and OptimizerNames(self.optim) != OptimizerNames(TrainingArguments.optim),
+                "has no effect here; choose dp_optimizer",
+            ),
+            "optim_args": (self.optim_args is not None, "has no effect here; choose dp_optimizer"),
+            "include_num_input_tokens_seen": (
+                self.include_num_input_tokens_seen not in ("no", False),
+                "would log the size of private batches; leave it 'no'",
+            ),
+            "neftune_noise_alpha": (
+                self.neftune_noise_alpha is not None,
+                "is for language models; leave it unset",
+            ),
+            "use_liger_kernel": (
+                self.use_liger_kernel,
+                "replaces layers that per-sample gradients need; leave it off",
+            ),
+            "debug": (
+                bool(self.debug) and "underflow_overflow" in str(self.debug),
+                "prints raw activations of private images; leave it empty",
+            ),
+            "noise_seed": (
+                self.noise_seed is not None and self.noise_seed < 0,
+                "must be >= 0",
+            ),
+        }
+        for name, (bad, reason) in refused.items():
+            if bad:
+                raise ValueError(f"{name}={getattr_value(self, name)!r} {reason}.")
+        steered = {
+            "load_best_model_at_end": self.load_best_model_at_end,
+            "save_strategy": SaveStrategy(self.save_strategy) is SaveStrategy.BEST,
+            "lr_scheduler_type": SchedulerType(self.lr_scheduler_type)
+            in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY),
+        }
+        for name, is_steered in steered.items():
+            if is_steered and not self.public_eval_split:
+                raise ValueError(
+                    f"{name}={getattr_value(self, name)!r} lets the evaluation split choose the "
+                    "released model at no counted cost; set public_eval_split=True if that split "
+                    "is public data, or leave it off."
+                )
+
+    def _check_resolved(self) -> None:
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"n_gpu={self.n_gpu} in one process would use nn.DataParallel, whose replicas the "
+                "per-sample hooks cannot see; set CUDA_VISIBLE_DEVICES to one device."
+            )
+        if self.world_size > 1:
+            raise ValueError(
+                f"world_size={self.world_size}: several processes are not supported yet; start one."
+            )
+        if self.mixed_precision != "no":
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} is not supported yet; launch with "
+                "--mixed_precision no."
+            )
+
+
+def getattr_value(arguments: DPTrainingArguments, name: str) -> Any:
+    """Value of a field, for a message."""
+    return vars(arguments)[name]
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[ModelArguments, DataArguments, DPTrainingArguments]:
+    """Read ``--config FILE.yaml`` and the command line; the command line wins.
+
+    Args:
+        argv: Arguments without the program's name; the process's own if None.
+
+    Returns:
+        The three checked groups of arguments.
+
+    Raises:
+        ValueError: If a key is unknown (named with the closest known one), the file cannot be read,
+            or a combination is refused.
+    """
+    kinds = (ModelArguments, DataArguments, DPTrainingArguments)
+    parser = HfArgumentParser(
+        kinds,
+        description="Fine-tune a pretrained vision model with differential privacy.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", help="YAML file of defaults for the options below.")
+    known = {f.name for kind in kinds for f in fields(kind) if f.init}
+    config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_only.add_argument("--config")
+    path = config_only.parse_known_args(argv)[0].config
+    if path is not None:
+        parser.set_defaults(**_read_config(Path(path), known))
+    try:
+        *groups, namespace, remaining = parser.parse_args_into_dataclasses(
+            args=None if argv is None else list(argv),
+            return_remaining_strings=True,
+            look_for_args_file=False,
+        )
+    except argparse.ArgumentError as error:
+        raise ValueError(f"{error}.") from error
+    del namespace
+    if remaining:
+        raise ValueError(_unknown(remaining[0].lstrip("-").split("=")[0], known, "command line"))
+    model, data, training = groups
+    return model, data, training
+
+
+def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"config={str(path)!r} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"config={str(path)!r} must be a YAML mapping of option: value.")
+    for key in values:
+        if key not in known:
+            raise ValueError(_unknown(str(key), known, str(path)))
+    return values
+
+
+def _unknown(key: str, known: set[str], where: str) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "see --help for the known ones."
+    return f"unknown option {key!r} in {where}: {hint}"
