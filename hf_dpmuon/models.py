@@ -1,0 +1,534 @@
+"""A pretrained HF or timm classifier, its head fitted to the labels, checked for DP.
+
+Receives the name of a model and the class names of the data. Returns the model in fp32, what its
+images must look like, and, for any model, the role of each of its parameters.
+
+Guarantees:
+    * Every weight that the forward pass reads is pretrained, except those of the classifier head
+      (and a position table that was resized once, which a note says).
+    * What was frozen, converted, resized or left out is in `LoadedModel.notes`.
+    * A saved folder loads with no missing and no unexpected key and gives equal logits, through
+      `from_pretrained` or `timm.create_model`, and its processor prepares images as
+      `hf_dpmuon.data.build_transforms` did.
+"""
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BaseImageProcessor,
+    PreTrainedModel,
+)
+
+from hf_dpmuon.data import ImageFormat
+
+__all__ = [
+    "LoadedModel",
+    "load_model",
+    "save_model",
+    "validate_model",
+    "ParameterRole",
+    "parameter_roles",
+]
+
+BUILTIN_MODELS = {
+    "builtin:tiny-vit": Path(__file__).parent / "pretrained" / "tiny-vit-fashion-mnist"
+}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A classifier and what belongs to it.
+
+    Attributes:
+        model: A plain `PreTrainedModel` or timm module, in fp32.
+        image_format: What its images must look like.
+        processor: The same for HF's `pipeline`; timm keeps it in its configuration.
+        library: Where the model comes from, and how it is saved.
+        label_names: Class names by output.
+        notes: What was changed on loading, for the user.
+    """
+
+    model: nn.Module
+    image_format: ImageFormat
+    processor: BaseImageProcessor | None
+    library: Literal["transformers", "timm"]
+    label_names: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    label_names: tuple[str, ...],
+    image_size: int | None = None,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load a pretrained classifier and fit its head to the labels.
+
+    The head is kept when its class names are already `label_names`. Otherwise it is new, with
+    the default initialisation of its library, drawn from torch's global generator.
+
+    Args:
+        name_or_path: One of a Hub id, a local folder of either library, `timm/<name>`,
+            `timm/<owner>/<repository>` for a timm model on the Hub, or `builtin:tiny-vit`.
+        label_names: Class names by label.
+        image_size: Side of the square images; by default that of the model's own processor. The
+            position table is resized once, at load.
+        revision: Branch, tag or commit of a Hub repository of HF.
+
+    Raises:
+        ValueError: The model cannot be found, is no image classifier, lacks pretrained weights
+            outside its head, or cannot take images of this size.
+    """
+    if len(label_names) < 2 or len(set(label_names)) != len(label_names):
+        raise ValueError(f"label_names={label_names!r} must be two or more different names.")
+    if name_or_path.startswith("builtin:"):
+        if name_or_path not in BUILTIN_MODELS:
+            raise ValueError(f"{name_or_path!r} is unknown; use {', '.join(BUILTIN_MODELS)}.")
+        name_or_path = str(BUILTIN_MODELS[name_or_path])
+    if _is_timm(name_or_path):
+        return _load_timm(name_or_path, label_names, image_size)
+    return _load_transformers(name_or_path, label_names, image_size, revision)
+
+
+def save_model(loaded: LoadedModel, folder: str | Path) -> None:
+    """Write the weights, their configuration and the image processor, in the library's own form.
+
+    Args:
+        loaded: Its `model` may have been trained since it was loaded.
+        folder: Made if it does not exist.
+    """
+    if isinstance(loaded.model, PreTrainedModel):
+        assert loaded.processor is not None
+        loaded.model.save_pretrained(folder)
+        loaded.processor.save_pretrained(folder)
+        return
+    from timm.models import save_for_hf
+
+    image_format = loaded.image_format
+    save_for_hf(
+        loaded.model,
+        str(folder),
+        model_config={"label_names": list(loaded.label_names)},
+        safe_serialization=True,
+        data_config={
+            "input_size": (image_format.num_channels, image_format.height, image_format.width),
+            "mean": image_format.mean,
+            "std": image_format.std,
+            "interpolation": image_format.interpolation,
+            "crop_pct": 1.0,
+            "crop_mode": "squash",
+        },
+    )
+
+
+# Loading
+
+
+def _is_timm(name_or_path: str) -> bool:
+    config = Path(name_or_path) / "config.json"
+    if config.is_file():
+        return "architecture" in json.loads(config.read_text())  # HF writes "architectures"
+    return name_or_path.startswith("timm/")
+
+
+def _not_found(name: str, error: Exception) -> ValueError:
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return ValueError(
+        f"model {name!r} cannot be loaded; check its spelling, your permission and the network, "
+        f"or give a local folder with its weights and image processor ({reason})."
+    )
+
+
+def _load_transformers(
+    name: str, label_names: tuple[str, ...], image_size: int | None, revision: str | None
+) -> LoadedModel:
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        if config.model_type == "timm_wrapper":
+            raise ValueError(f"it is a timm model: name it timm/{name}")
+        processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+            name, revision=revision
+        )
+        stored_names = tuple(config.id2label[label] for label in range(config.num_labels))
+        stored_dtype = config.dtype
+        config.id2label = dict(enumerate(label_names))
+        config.label2id = {label_name: label for label, label_name in enumerate(label_names)}
+        model, info = AutoModelForImageClassification.from_pretrained(
+            name,
+            config=config,
+            revision=revision,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise _not_found(name, error) from error
+
+    notes = []
+    if stored_dtype not in (None, torch.float32):
+        notes.append(f"the weights are stored as {stored_dtype} and were converted to fp32")
+    image_format = _processor_format(
+        processor.to_dict(), num_channels=config.num_channels, image_size=image_size
+    )
+    processor = _matching_processor(processor, image_format)
+    if _sides(config.image_size) != (image_format.height, image_format.width):
+        notes.append(
+            f"the position table was resized once from {_sides(config.image_size)} to "
+            f"{(image_format.height, image_format.width)} pixels"
+        )
+        model = _resize_positions(model, name, image_format)
+    notes += _freeze_unread(model, image_format)
+
+    head = _head_parameters(model)
+    new = set(info["missing_keys"]) | {key for key, *_ in info["mismatched_keys"]}
+    unread = {key for key, p in model.named_parameters() if not p.requires_grad}
+    lacking = sorted(new - head - unread)
+    if not head or lacking:
+        raise ValueError(
+            f"model {name!r} lacks pretrained weights for {', '.join(lacking) or 'a head'}; use a "
+            "checkpoint of which only the classifier head may be new."
+        )
+    if head & new:
+        notes.append(f"the head is new ({len(label_names)} classes)")
+    elif stored_names != label_names:  # as many classes, but other ones
+        fresh = type(model)(model.config).state_dict()
+        model.load_state_dict({key: fresh[key] for key in head}, strict=False)
+        notes.append(f"the head is new ({len(label_names)} classes)")
+    if info["unexpected_keys"]:
+        notes.append("stored but not part of the classifier: " + _listed(info["unexpected_keys"]))
+    return LoadedModel(
+        model=model,
+        image_format=image_format,
+        processor=processor,
+        library="transformers",
+        label_names=label_names,
+        notes=tuple(notes),
+    )
+
+
+def _load_timm(name: str, label_names: tuple[str, ...], image_size: int | None) -> LoadedModel:
+    import timm
+
+    source = f"local-dir:{name}" if Path(name).is_dir() else name.removeprefix("timm/")
+    if "/" in source and not Path(name).is_dir():
+        source = f"hf-hub:{source}"
+    # Loaded with its own head first: timm is strict about missing weights only then.
+    size = {} if image_size is None else {"img_size": image_size}
+    try:
+        model = timm.create_model(source, pretrained=True, **size)
+    except TypeError as error:
+        raise ValueError(
+            f"image_size={image_size} cannot be set for the timm model {name!r}; leave it out."
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _not_found(name, error) from error
+
+    notes = []
+    dtypes = {p.dtype for p in model.parameters()} - {torch.float32}
+    if dtypes:
+        notes.append(f"weights stored as {_listed(map(str, dtypes))} were converted to fp32")
+        model.float()
+    if tuple(model.pretrained_cfg.get("label_names") or ()) != label_names:
+        model.reset_classifier(len(label_names))
+        notes.append(f"the head is new ({len(label_names)} classes)")
+    wanted = timm.data.resolve_model_data_config(model)
+    channels, height, width = wanted["input_size"]
+    if image_size is not None and (height, width) != (image_size, image_size):
+        notes.append(
+            f"the position table was resized once from {(height, width)} to "
+            f"{(image_size, image_size)} pixels"
+        )
+        height = width = image_size
+    image_format = ImageFormat(
+        height=height,
+        width=width,
+        num_channels=channels,
+        mean=tuple(wanted["mean"]),
+        std=tuple(wanted["std"]),
+        interpolation=wanted["interpolation"],
+    )
+    notes += _freeze_unread(model, image_format)
+    return LoadedModel(
+        model=model,
+        image_format=image_format,
+        processor=None,
+        library="timm",
+        label_names=label_names,
+        notes=tuple(notes),
+    )
+
+
+def _sides(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def _processor_format(
+    facts: Mapping[str, Any], *, num_channels: int, image_size: int | None
+) -> ImageFormat:
+    """Read an image format off the configuration of an HF image processor."""
+    size = facts["crop_size"] if facts.get("do_center_crop") else facts["size"]
+    if image_size is not None:
+        height = width = image_size
+    elif "height" in size:
+        height, width = size["height"], size["width"]
+    else:
+        height = width = size["shortest_edge"]
+    if not facts.get("do_rescale") or abs(facts["rescale_factor"] * 255 - 1) > 1e-6:
+        raise ValueError(
+            "the model's image processor does not scale pixels to [0, 1]; set its do_rescale to "
+            "true and its rescale_factor to 1/255."
+        )
+    normalises = facts.get("do_normalize")
+    return ImageFormat(
+        height=height,
+        width=width,
+        num_channels=num_channels,
+        mean=tuple(facts["image_mean"]) if normalises else (0.0,) * num_channels,
+        std=tuple(facts["image_std"]) if normalises else (1.0,) * num_channels,
+        interpolation=Image.Resampling(facts["resample"]).name.lower(),
+    )
+
+
+def _matching_processor(
+    processor: BaseImageProcessor, image_format: ImageFormat
+) -> BaseImageProcessor:
+    """Return a processor that resizes to the image format, without cropping edges away."""
+    size = {"height": image_format.height, "width": image_format.width}
+    matching: BaseImageProcessor = type(processor).from_dict(
+        {**processor.to_dict(), "do_resize": True, "size": size, "do_center_crop": False}
+    )
+    return matching
+
+
+@runtime_checkable
+class _InterpolatesPositions(Protocol):
+    """The embeddings of HF's vision transformers."""
+
+    position_embeddings: Tensor
+
+    def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor: ...
+
+
+def _resize_positions(
+    model: PreTrainedModel, name: str, image_format: ImageFormat
+) -> PreTrainedModel:
+    """Return the model for another image size, its position table interpolated by its own rule.
+
+    Done once, so that the table is an ordinary parameter in training.
+    """
+    config = copy.deepcopy(model.config)
+    sides = (image_format.height, image_format.width)
+    config.image_size = sides[0] if sides[0] == sides[1] else list(sides)
+    resized: PreTrainedModel = type(model)(config)
+    expected, state = resized.state_dict(), model.state_dict()
+    for path, module in model.named_modules():
+        if isinstance(module, _InterpolatesPositions):
+            key = f"{path}.position_embeddings"
+            tokens = torch.empty_like(expected[key])  # only its shape is read
+            state[key] = module.interpolate_pos_encoding(tokens, *sides).detach()
+    unfit = [key for key in expected if state[key].shape != expected[key].shape]
+    if unfit:
+        raise ValueError(
+            f"image_size={sides[0]} does not fit model {name!r}, whose {_listed(unfit)} are made "
+            f"for {_sides(model.config.image_size)[0]}; use that size."
+        )
+    resized.load_state_dict(state)
+    return resized
+
+
+def _freeze_unread(model: nn.Module, image_format: ImageFormat) -> list[str]:
+    """Freeze parameters that the logits do not depend on, such as an unused mask token."""
+    shape = (image_format.num_channels, image_format.height, image_format.width)
+    parameters = dict(model.named_parameters())
+    model.eval()
+    output = model(torch.zeros(1, *shape))
+    logits = output if isinstance(output, Tensor) else output.logits
+    gradients = torch.autograd.grad(logits.sum(), list(parameters.values()), allow_unused=True)
+    unread = [
+        name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None
+    ]
+    for name in unread:
+        parameters[name].requires_grad_(False)
+    return [f"frozen, since classification never reads them: {_listed(unread)}"] if unread else []
+
+
+# Validation
+
+
+def validate_model(model: nn.Module) -> None:
+    """Refuse a model of which not every trainable parameter can be clipped and noised.
+
+    What needs a batch to be seen (parameters off the forward path, samples coupled by the loss,
+    buffers that a custom layer updates) is left to the trainer.
+
+    Raises:
+        ValueError: All problems at once, each with what to do instead.
+    """
+    problems = [*_module_problems(model), *_parameter_problems(model)]
+    if problems:
+        raise ValueError("the model cannot be trained privately: " + "; ".join(problems) + ".")
+
+
+def _module_problems(model: nn.Module) -> Iterator[str]:
+    modules = dict(model.named_modules())
+
+    def paths(kinds: tuple[type[nn.Module], ...]) -> list[str]:
+        return [path or "(root)" for path, module in modules.items() if isinstance(module, kinds)]
+
+    if any(
+        "_orig_mod" in path.split(".") or module._compiled_call_impl is not None
+        for path, module in modules.items()
+    ):
+        yield "it was compiled, which bypasses per-sample hooks: pass it uncompiled"
+    wrapped = paths((nn.DataParallel, nn.parallel.DistributedDataParallel))
+    if wrapped:
+        yield f"{_listed(wrapped)} is wrapped for data parallelism: pass the module inside"
+    norms = paths((nn.modules.batchnorm._BatchNorm,))
+    if norms:
+        yield (
+            f"BatchNorm mixes samples in {_listed(norms)}: replace it by GroupNorm, or freeze it "
+            "(torchvision.ops.FrozenBatchNorm2d)"
+        )
+    updated = [
+        path
+        for path, module in modules.items()
+        if (
+            isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats
+        )
+        or isinstance(module, nn.utils.parametrizations._SpectralNorm)
+    ]
+    if updated:
+        yield (
+            f"training updates buffers of {_listed(updated)} with raw statistics: remove spectral "
+            "norms and set track_running_stats=False"
+        )
+
+
+def _parameter_problems(model: nn.Module) -> Iterator[str]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        yield "no parameter is trainable: call requires_grad_(True) on those to train"
+    strange = [
+        name for name, p in trainable.items() if p.is_complex() or p.layout is not torch.strided
+    ]
+    if strange:
+        yield f"{_listed(strange)} are complex or sparse: make them real and dense, or freeze them"
+    narrow = [
+        f"{name} ({p.dtype})"
+        for name, p in trainable.items()
+        if p.dtype not in (torch.float32, torch.float64) and name not in strange
+    ]
+    if narrow:
+        yield f"{_listed(narrow)} are not fp32: call model.float() and use bf16=True for speed"
+    absent = [name for name, p in model.named_parameters() if p.is_meta]
+    if absent:
+        yield f"{_listed(absent)} have no storage (meta device): load the weights first"
+
+
+# Roles
+
+
+class ParameterRole(str, Enum):
+    """What a parameter is to the model, which decides how its gradient is used."""
+
+    MATRIX = "matrix"  # weight of a linear layer
+    FUSED_QKV = "fused_qkv"  # three matrices in one, stacked along the outputs
+    CONV = "conv"  # weight of a convolution
+    PATCH_EMBEDDING = "patch_embedding"  # the convolution that reads the image, with its bias
+    HEAD = "head"  # the linear layers that give the logits, with their biases
+    EMBEDDING = "embedding"  # class and other tokens, position tables
+    SCALE = "scale"  # LayerScale
+    NORM = "norm"
+    BIAS = "bias"
+
+
+@runtime_checkable
+class _HasClassifier(Protocol):
+    """What every timm model answers."""
+
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, ...]: ...
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
+    """Return the role of every parameter, by the type and place of the module that owns it.
+
+    A module that is neither of HF nor of timm has no head: its linear layers are matrices. A
+    parameter of two or more dimensions that belongs to none of torch's layers is an embedding.
+    """
+    heads = _head_layers(model)
+    stem = next((module for module in model.modules() if isinstance(module, CONVOLUTIONS)), None)
+    fused = {
+        child
+        for module in model.modules()
+        for child_name, child in module.named_children()
+        if child_name == "qkv" and isinstance(child, nn.Linear) and child.out_features % 3 == 0
+    }
+    roles = {}
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if module in heads:
+                role = ParameterRole.HEAD
+            elif module is stem:
+                role = ParameterRole.PATCH_EMBEDDING
+            elif module in fused and p.ndim == 2:
+                role = ParameterRole.FUSED_QKV
+            else:
+                role = _role_in(module, name, p)
+            roles[f"{path}.{name}" if path else name] = role
+    return {name: roles[name] for name, _ in model.named_parameters()}
+
+
+def _role_in(module: nn.Module, name: str, p: nn.Parameter) -> ParameterRole:
+    """Return the role of a parameter that its owner's type alone decides."""
+    if isinstance(module, NORMS):
+        return ParameterRole.NORM
+    if isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight":
+        return ParameterRole.FUSED_QKV
+    if p.ndim >= 2:
+        if isinstance(module, nn.Linear):
+            return ParameterRole.MATRIX
+        return ParameterRole.CONV if isinstance(module, CONVOLUTIONS) else ParameterRole.EMBEDDING
+    weight = dict(module.named_parameters(recurse=False)).get("weight")
+    if weight is not None and weight.ndim == 1:  # a norm that timm or HF wrote itself
+        return ParameterRole.NORM
+    return ParameterRole.BIAS if name.endswith("bias") else ParameterRole.SCALE
+
+
+def _head_layers(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers that turn features into logits."""
+    if isinstance(model, PreTrainedModel):
+        if model.base_model is model:
+            return set()
+        outside = set(model.modules()) - set(model.base_model.modules())
+    elif isinstance(model, _HasClassifier):
+        classifier = model.get_classifier()
+        heads = classifier if isinstance(classifier, tuple) else (classifier,)
+        outside = {module for head in heads for module in head.modules()}
+    else:
+        outside = set()
+    return {module for module in outside if isinstance(module, nn.Linear)}
+
+
+def _head_parameters(model: nn.Module) -> set[str]:
+    return {name for name, role in parameter_roles(model).items() if role is ParameterRole.HEAD}
