@@ -1,0 +1,318 @@
+"""Which privacy units join each step, and the secret randomness behind it.
+
+Receives the number of units, the sampling rate and a data set; returns logical batches, each one
+Poisson draw and each exactly one optimizer step, cut lazily into physical batches that fit in
+memory.
+
+Guarantees:
+    Every unit joins every draw independently with probability ``sample_rate``, whatever the
+    physical batch size, the number of workers, interruptions and epochs. An empty draw is a draw.
+    The randomness is seeded by the operating system, is never shared with the global generators of
+    ``torch``, ``numpy`` or ``random``, and resumes to the bit.
+
+What the guarantee leaves out: Philox is a statistical generator, not a cryptographic one. Its
+128-bit key is beyond search, but nothing proves that somebody who sees part of its output (exact
+noise, that is exact sums) cannot foretell the rest.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+__all__ = [
+    "secret_generator",
+    "generator_state",
+    "restore_generator",
+    "PoissonSampler",
+    "LogicalBatch",
+    "LogicalBatchLoader",
+]
+
+IntArray = npt.NDArray[np.int64]
+Key = tuple[int, int]  # (row, augmentation seed)
+
+_STREAMS = {"noise": 0, "sampling": 1}
+_SEED_BITS = 63  # an augmentation seed fits in a signed 64-bit integer
+
+
+def secret_generator(
+    seed: int | None = None, *, stream: Literal["noise", "sampling"] = "noise"
+) -> np.random.Generator:
+    """Returns a generator for one of the two secret streams.
+
+    ``torch.Generator`` on a CPU keeps only 32 bits of its seed, few enough to try them all; this is
+    Philox with a 128-bit key.
+
+    Args:
+        seed: For tests only, >= 0. A run with a seed is reproducible by anybody who knows the seed
+            and so carries no privacy guarantee. Without one, the operating system gives 256 bits.
+        stream: The streams of one seed are independent of each other.
+
+    Raises:
+        ValueError: ``seed`` is negative or ``stream`` unknown.
+    """
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed={seed} must be >= 0.")
+    if stream not in _STREAMS:
+        raise ValueError(f"stream={stream!r} must be one of {sorted(_STREAMS)}.")
+    entropy = secrets.randbits(256) if seed is None else seed
+    key = np.random.SeedSequence(entropy, spawn_key=(_STREAMS[stream],))
+    return np.random.Generator(np.random.Philox(key))
+
+
+def generator_state(generator: np.random.Generator) -> dict[str, Any]:
+    """Returns the state of a secret generator as plain JSON values; a secret like the generator."""
+    state = generator.bit_generator.state
+    return {
+        **state,
+        "state": {name: array.tolist() for name, array in state["state"].items()},
+        "buffer": state["buffer"].tolist(),
+    }
+
+
+def restore_generator(generator: np.random.Generator, state: dict[str, Any]) -> None:
+    """Puts a generator into a state of :func:`generator_state`; its next draws are the same bits.
+
+    Raises:
+        ValueError: The state is not that of a Philox generator.
+    """
+    if state.get("bit_generator") != "Philox":
+        raise ValueError(f"state['bit_generator']={state.get('bit_generator')!r} must be 'Philox'.")
+    generator.bit_generator.state = {
+        **state,
+        "state": {name: np.array(words, dtype=np.uint64) for name, words in state["state"].items()},
+        "buffer": np.array(state["buffer"], dtype=np.uint64),
+    }
+
+
+class PoissonSampler:
+    """Draws sets of privacy units.
+
+    Args:
+        num_units: N >= 1.
+        sample_rate: Probability q in (0, 1] with which each unit joins each draw.
+        generator: A secret generator that nothing else uses.
+
+    Raises:
+        ValueError: A value lies outside its range.
+
+    Guarantees:
+        Each of the N units is in a draw with probability q, independently of all other units and
+        draws. (q is a float64, and a geometric variate is exact to float64 rounding.)
+    """
+
+    def __init__(
+        self, num_units: int, *, sample_rate: float, generator: np.random.Generator
+    ) -> None:
+        if num_units < 1:
+            raise ValueError(f"num_units={num_units} must be >= 1.")
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
+        self.num_units = num_units
+        self.sample_rate = sample_rate
+        self.generator = generator
+
+    def draw(self) -> IntArray:
+        """Returns the units of one draw, ascending and distinct; often of length 0 if q N is small.
+
+        The gaps between successive members of a Bernoulli process are geometric, so time and memory
+        are O(q N), not O(N).
+        """
+        mean = self.num_units * self.sample_rate
+        chunk = int(mean + 4 * mean**0.5) + 8  # one chunk is nearly always enough
+        pieces = []
+        last = -1
+        while last < self.num_units:
+            gaps = self.generator.geometric(self.sample_rate, size=chunk)
+            # A gap beyond the end is the end; without the cut a tiny q would overflow the sum.
+            units = last + np.cumsum(np.minimum(gaps, self.num_units + 1))
+            pieces.append(units)
+            last = int(units[-1])
+        drawn: IntArray = np.concatenate(pieces)
+        return drawn[: np.searchsorted(drawn, self.num_units)]
+
+
+class _KeyedDataset(Protocol):
+    def __getitem__(self, key: Key, /) -> Any: ...
+
+
+class LogicalBatch:
+    """One Poisson draw: iterate it, once, for its physical batches.
+
+    It yields no batch at all for an empty draw, which is a step like any other. The size of a draw
+    is private data: there is no ``len``, and ``repr`` does not tell. Whoever counts the rows while
+    iterating must not publish the count.
+    """
+
+    def __init__(self, physical_batches: Iterator[Any], num_physical: int) -> None:
+        self._physical_batches = physical_batches
+        self._remaining = num_physical
+        self._started = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._started:
+            raise RuntimeError("a LogicalBatch can be iterated only once; its rows are not kept.")
+        self._started = True
+        return self._pull()
+
+    def _pull(self) -> Iterator[Any]:
+        while self._remaining:
+            batch = next(self._physical_batches)
+            self._remaining -= 1
+            yield batch
+
+    @property
+    def _consumed(self) -> bool:
+        return self._remaining == 0
+
+
+class LogicalBatchLoader:
+    """Yields logical batches, whose physical batches come from one ordinary ``DataLoader``.
+
+    The draws form one endless stream: workers prefetch across logical batches and epochs, each
+    epoch takes the next ``num_batches`` draws, and no draw is skipped or repeated when an epoch is
+    left early. Memory does not grow with the logical batch beyond the keys of its rows.
+
+    Args:
+        dataset: Indexed with ``(row, augmentation_seed)``, where the seed is a fresh 63-bit integer
+            per drawn row. A data set that takes its augmentation from that seed does not depend on
+            the number of workers and repeats itself on resume.
+        sampler: Draws the rows; from here on nothing else may use it or its generator.
+        physical_batch_size: Most rows in one physical batch, >= 1. It never changes a result.
+        collate_fn: Makes a batch from a list of what ``dataset`` returns.
+        num_batches: Logical batches in one pass of ``iter``; the length, >= 1.
+        num_workers: As in ``DataLoader``.
+        pin_memory: As in ``DataLoader``.
+
+    Raises:
+        ValueError: A value lies outside its range.
+
+    Guarantees:
+        Rows of two draws never meet in a batch. Asking for a logical batch before the last one was
+        used up is an error, not a silent loss of rows: a step on a part of its draw would be
+        private, yet not the step that was asked for.
+    """
+
+    def __init__(
+        self,
+        dataset: _KeyedDataset,
+        *,
+        sampler: PoissonSampler,
+        physical_batch_size: int,
+        collate_fn: Callable[[list[Any]], Any],
+        num_batches: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if physical_batch_size < 1:
+            raise ValueError(f"physical_batch_size={physical_batch_size} must be >= 1.")
+        if num_batches < 1:
+            raise ValueError(f"num_batches={num_batches} must be >= 1.")
+        self.dataset = dataset
+        self.sampler = sampler
+        self.num_batches = num_batches
+        self._draws = _DrawQueue(sampler, physical_batch_size)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,  # type: ignore[arg-type]  # a map from keys, not from integers
+            batch_sampler=self._draws,
+            collate_fn=partial(_collate_unless_empty, collate_fn),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else torch takes worker seeds from its global generator
+        )
+        self._physical_batches: Iterator[Any] | None = None
+        self._current = LogicalBatch(iter(()), 0)
+        self._state = generator_state(sampler.generator)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        for _ in range(self.num_batches):
+            yield self._next()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns, as plain JSON values, where the stream stands after the last batch handed out.
+
+        It holds the secret state of the sampling generator: keep it local and unreadable to others.
+        """
+        return {"generator": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues a stream: the next logical batch is the one that would have come next.
+
+        Raises:
+            ValueError: The state is not one of :meth:`state_dict`.
+        """
+        if "generator" not in state:
+            raise ValueError(f"state has keys {sorted(state)}; must be one of state_dict().")
+        restore_generator(self.sampler.generator, state["generator"])
+        self._draws.clear()
+        self._physical_batches = None
+        self._current = LogicalBatch(iter(()), 0)
+        self._state = generator_state(self.sampler.generator)
+
+    def _next(self) -> LogicalBatch:
+        if not self._current._consumed:
+            raise RuntimeError(
+                "the last LogicalBatch was not iterated to its end; use up all its physical "
+                "batches before asking for the next."
+            )
+        if self._physical_batches is None:
+            self._physical_batches = iter(self._loader)
+        num_physical, self._state = self._draws.hand_out()
+        if num_physical == 0:
+            next(self._physical_batches)  # the place-holder of an empty draw
+        self._current = LogicalBatch(self._physical_batches, num_physical)
+        return self._current
+
+
+class _DrawQueue(Sampler[list[Key]]):
+    """The endless batch sampler, and for each draw what the main process must know of it.
+
+    ``DataLoader`` runs ahead of the trainer by its prefetch, so draws wait here until they are
+    handed out, each with the generator's state just after it. An empty draw sends one empty list
+    of keys as a place-holder; without it, prefetching would draw on until it finds a row.
+    """
+
+    def __init__(self, sampler: PoissonSampler, physical_batch_size: int) -> None:
+        self._sampler = sampler
+        self._size = physical_batch_size
+        self._unloaded: deque[tuple[IntArray, IntArray]] = deque()
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        while True:
+            while not self._unloaded:
+                self._draw()
+            rows, seeds = self._unloaded.popleft()
+            yield list(zip(rows.tolist(), seeds.tolist(), strict=True))
+
+    def hand_out(self) -> tuple[int, dict[str, Any]]:
+        """Returns the next draw's number of physical batches and the generator's state after it."""
+        if not self._waiting:
+            self._draw()
+        return self._waiting.popleft()
+
+    def clear(self) -> None:
+        self._unloaded.clear()
+        self._waiting.clear()
+
+    def _draw(self) -> None:
+        rows = self._sampler.draw()
+        seeds = self._sampler.generator.integers(0, 2**_SEED_BITS, size=len(rows), dtype=np.int64)
+        for i in range(0, max(1, len(rows)), self._size):
+            self._unloaded.append((rows[i : i + self._size], seeds[i : i + self._size]))
+        num_physical = -(-len(rows) // self._size)
+        self._waiting.append((num_physical, generator_state(self._sampler.generator)))
+
+
+def _collate_unless_empty(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    return collate_fn(samples) if samples else None
