@@ -11,6 +11,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -93,7 +94,9 @@ class DataArguments:
         default="refuse",
         metadata={"help": "Images that cannot be read: refuse to start, or drop them first."},
     )
-    random_flip: bool = field(default=True, metadata={"help": "Flip images left-right in training."})
+    random_flip: bool = field(
+        default=True, metadata={"help": "Flip images left-right in training."}
+    )
     random_crop: bool = field(
         default=True, metadata={"help": "Crop images after padding by 1/8 of their side."}
     )
@@ -111,7 +114,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
     Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
     ``lr_scheduler_type`` to cosine with 5 % warm-up, ``max_grad_norm`` to 0 (clipping is per
     sample), ``remove_unused_columns`` to False, ``hub_private_repo`` to True, ``report_to`` to
-    none; ``per_device_train_batch_size`` is only how many images are in memory at once, and all
+    none, ``output_dir`` to a new folder under ``outputs/``; ``per_device_train_batch_size`` is only how many images are in memory at once, and all
     steps and epochs count logical batches.
 
     Raises:
@@ -189,7 +192,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Not needed: only images and labels reach the model."}
     )
-    report_to: None | str | list[str] = field(
+    report_to: None | str | list[str] = field(  # noqa: RUF036 - the order HfArgumentParser reads
         default="none", metadata={"help": "Integrations to log to; they see private values only."}
     )
     hub_private_repo: bool | None = field(
@@ -201,9 +204,12 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         """Fill in the method's defaults and refuse what cannot be private."""
+        if self.output_dir is None:
+            self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
         self._check_privacy()
         self._check_training_loop()
         super().__post_init__()
+        self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
 
     def _check_privacy(self) -> None:
@@ -221,7 +227,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
             )
         if self.target_delta is not None and not 0 < self.target_delta < 1:
             raise ValueError(
-                f"target_delta={self.target_delta} must be in (0, 1/N); leave it unset for 1/(10 N)."
+                f"target_delta={self.target_delta} must be in (0, 1/N); unset, it is 1/(10 N)."
             )
         if not 0 < self.per_sample_max_grad_norm < float("inf"):
             raise ValueError(
@@ -323,7 +329,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
         }
         for name, (bad, reason) in refused.items():
             if bad:
-                raise ValueError(f"{name}={getattr_value(self, name)!r} {reason}.")
+                raise ValueError(f"{name}={vars(self)[name]!r} {reason}.")
         steered = {
             "load_best_model_at_end": self.load_best_model_at_end,
             "save_strategy": SaveStrategy(self.save_strategy) is SaveStrategy.BEST,
@@ -333,7 +339,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
         for name, is_steered in steered.items():
             if is_steered and not self.public_eval_split:
                 raise ValueError(
-                    f"{name}={getattr_value(self, name)!r} lets the evaluation split choose the "
+                    f"{name}={vars(self)[name]!r} lets the evaluation split choose the "
                     "released model at no counted cost; set public_eval_split=True if that split "
                     "is public data, or leave it off."
                 )
@@ -353,11 +359,6 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
                 f"mixed_precision={self.mixed_precision!r} is not supported yet; launch with "
                 "--mixed_precision no."
             )
-
-
-def getattr_value(arguments: DPTrainingArguments, name: str) -> Any:
-    """Value of a field, for a message."""
-    return vars(arguments)[name]
 
 
 def parse_arguments(

@@ -18,6 +18,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,9 +31,12 @@ from torch import Tensor, nn
 __all__ = ["HooksGradSampleModule"]
 
 
-# Layers of timm and transformers that only multiply by one trainable scale a channel. They are known
-# by name so that importing this package imports neither; the trainer's check against batches of one
-# would show a namesake that does something else.
+# Said of the first layer, whose input is the image; its output gradient is all that hooks need.
+warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are comp")
+
+# Layers of timm and transformers that only multiply by one trainable scale a channel. They are
+# known by name so that importing this package imports neither; the trainer's check against batches
+# of one would show a namesake that does something else.
 CHANNEL_SCALES = frozenset({"LayerScale", "Dinov2LayerScale"})
 
 

@@ -94,8 +94,8 @@ def clip_factors(
 class GaussianMechanism:
     """Turns per-sample gradients into one private gradient per logical batch.
 
-    Steps, in order: ``accumulate`` after every physical batch (clip, sum), ``release`` once (noise,
-    divide, event). An empty logical batch is a ``release`` without any ``accumulate``.
+    Steps, in order: ``begin``; ``accumulate`` after every physical batch (clip, sum); ``release``
+    once (noise, divide, event). An empty logical batch is a ``release`` without ``accumulate``.
 
     Args:
         module: The engine that yields per-sample gradients; its trainable parameters now are the
@@ -145,6 +145,22 @@ class GaussianMechanism:
             for name, p in self._parameters.items()
         }
 
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise in each entry of the released gradient."""
+        return self.noise_multiplier * self.max_grad_norm / self.expected_batch_size
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries of the released gradient over all parameters."""
+        return sum(p.numel() for p in self._parameters.values())
+
+    def begin(self) -> None:
+        """Start a logical batch: drop what a backward pass outside it, or a failed one, left."""
+        self.module.discard()
+        for total in self._sums.values():
+            total.zero_()
+
     def accumulate(self) -> None:
         """Clip the samples of the last backward pass, add them to the sum, drop their gradients.
 
@@ -165,7 +181,7 @@ class GaussianMechanism:
         self.module.discard()
 
     def release(self, *, step: int, replay: NoiseEvent | None = None) -> NoiseEvent:
-        """Write the private mean gradient to every ``p.grad`` and start a new logical batch.
+        """Write the private mean gradient to every ``p.grad`` and end the logical batch.
 
         Args:
             step: Number of this logical step, from 1.

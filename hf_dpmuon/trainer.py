@@ -1,0 +1,836 @@
+"""Runs the private flow inside Hugging Face's training loop.
+
+Receives a checked model, data and arguments; drives sampling, per-sample gradients, mechanism,
+ledger and optimizer; returns what ``Trainer`` returns, less what is not private.
+
+The privacy boundary is the end of ``DPTrainer.training_step``: when it returns, every ``p.grad``
+holds the private mean gradient, the ledger holds its record, and nothing raw is left on the model.
+Whatever the base class does afterwards is post-processing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+
+from hf_dpmuon import model_card
+from hf_dpmuon.accounting import (
+    affordable_steps,
+    calibrate_noise_multiplier,
+    num_steps,
+    steps_per_epoch,
+)
+from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.data import ImageExamples
+from hf_dpmuon.diagnostics import signal_to_noise
+from hf_dpmuon.grad_sample import HooksGradSampleModule
+from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.mechanism import GaussianMechanism
+from hf_dpmuon.models import LoadedModel, save_model, validate_model
+from hf_dpmuon.optim import create_optimizer, routing_table
+from hf_dpmuon.sampling import (
+    LogicalBatch,
+    LogicalBatchLoader,
+    PoissonSampler,
+    generator_state,
+    restore_generator,
+    secret_generator,
+)
+
+__all__ = ["DPTrainer", "PrivacyPlan", "compute_accuracy"]
+
+logger = logging.getLogger(__name__)
+
+LEDGER_FILE = "privacy_ledger.jsonl"
+STATE_FILE = "privacy_state.json"
+REPORT_FILE = "privacy_report.json"
+CARD_FILE = "README.md"
+ADJACENCY = "add or remove one"
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The run as the accountant sees it, fixed before the first image is read.
+
+    Attributes:
+        num_units: N, the number of privacy units.
+        sample_rate: q = logical_batch_size / N, exact.
+        steps: T, the number of logical steps.
+        delta: Of the guarantee.
+        noise_multiplier: sigma.
+    """
+
+    num_units: int
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float
+
+    @classmethod
+    def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
+        """Derive the plan from the arguments and the number of privacy units.
+
+        Raises:
+            ValueError: If q would exceed 1, or delta is not below 1/N.
+        """
+        sample_rate = args.logical_batch_size / num_units
+        if sample_rate > 1:
+            raise ValueError(
+                f"logical_batch_size={args.logical_batch_size} exceeds the {num_units} training "
+                f"examples; set at most {num_units}."
+            )
+        delta = 1 / (10 * num_units) if args.target_delta is None else args.target_delta
+        if not 0 < delta < 1 / num_units:
+            raise ValueError(
+                f"target_delta={delta} must be below 1/N = {1 / num_units:.3g}, or a guarantee "
+                "could publish one record in full; leave it unset for 1/(10 N)."
+            )
+        steps = (
+            args.max_steps
+            if args.max_steps > 0
+            else num_steps(num_epochs=args.num_train_epochs, sample_rate=sample_rate)
+        )
+        if args.noise_multiplier is not None:
+            sigma = args.noise_multiplier
+        else:
+            assert args.target_epsilon is not None
+            sigma = calibrate_noise_multiplier(
+                target_epsilon=args.target_epsilon,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=args.accountant,
+            )
+        return cls(
+            num_units=num_units,
+            sample_rate=sample_rate,
+            steps=steps,
+            delta=delta,
+            noise_multiplier=sigma,
+        )
+
+
+def compute_accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of examples whose largest logit is at their label."""
+    logits = prediction.predictions
+    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+
+
+class _RowsOnly(Dataset[Any]):
+    """A dataset that knows nothing of augmentation seeds, indexed by (row, seed)."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.dataset[key[0]]
+
+
+class _LogicalBatches(Dataset[LogicalBatch]):
+    """The stream of draws as a map-style dataset, as the base class's loop wants it.
+
+    When the base class "skips" batches to resume, it skips these indices and no draws: the draws
+    go on from the restored generator.
+    """
+
+    def __init__(self, loader: LogicalBatchLoader) -> None:
+        self.loader = loader
+        self._batches: Iterator[LogicalBatch] = iter(())
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getitem__(self, index: int) -> LogicalBatch:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+class PrivacyProgressCallback(ProgressCallback):  # type: ignore[misc]
+    """The base class's progress bar, with the epsilon spent so far."""
+
+    def __init__(self, epsilon: Callable[[], float]) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the bar and show epsilon."""
+        if self.training_bar is not None:
+            self.training_bar.set_postfix(epsilon=f"{self.epsilon():.3f}", refresh=False)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+class BudgetCallback(TrainerCallback):  # type: ignore[misc]
+    """Stops training once no further step is affordable."""
+
+    def __init__(self, remaining: Callable[[], int]) -> None:
+        self.remaining = remaining
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Ask the loop to stop if the next step would pass the budget."""
+        if self.remaining() <= 0 and state.global_step < state.max_steps:
+            logger.warning("Privacy budget spent after step %d: stopping.", state.global_step)
+            control.should_training_stop = True
+        return control
+
+
+class DPTrainer(Trainer):  # type: ignore[misc]
+    """``Trainer`` whose gradients are private before anything else sees them.
+
+    Args:
+        model: What ``load_model`` returned (Hugging Face or timm), or a ``PreTrainedModel``; it
+            stays plain, without wrapper or prefix.
+        args: Checked arguments.
+        train_dataset: The private examples, map-style; each row is one privacy unit. Rows are
+            dicts with ``pixel_values`` and ``labels``.
+        eval_dataset: Examples for evaluation; not covered by the guarantee.
+        data_collator: Collates rows without mixing them; only images and labels reach the model.
+        processing_class: The image processor to save beside the model.
+        compute_metrics: Evaluation metrics.
+        callbacks: Further callbacks.
+        optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
+        card_facts: ``base_model``, ``dataset`` and ``label_names`` for the model card.
+
+    Raises:
+        ValueError: If the model, data or arguments cannot be trained privately.
+
+    Guarantees:
+        (epsilon, delta)-differential privacy of everything that leaves ``training_step``, for
+        adding or removing one row of ``train_dataset``, with epsilon as the ledger composes it.
+    """
+
+    args: DPTrainingArguments
+
+    def __init__(
+        self,
+        model: LoadedModel | PreTrainedModel,
+        args: DPTrainingArguments,
+        *,
+        train_dataset: Dataset[Any],
+        eval_dataset: Dataset[Any] | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = compute_accuracy,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        card_facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        for hook in ("get_train_dataloader", "_get_train_sampler"):
+            if type(self).__dict__.get(hook) and type(self) is not DPTrainer:
+                raise ValueError(
+                    f"{type(self).__name__}.{hook} replaces the sampling that the accountant "
+                    "assumes; remove it, and weight classes in the loss instead."
+                )
+        if not hasattr(train_dataset, "__len__") or not hasattr(train_dataset, "__getitem__"):
+            raise ValueError(
+                "train_dataset must be map-style with a length: the number of privacy units must "
+                "be known; load it without streaming."
+            )
+        if len(train_dataset) == 0:
+            raise ValueError("train_dataset is empty; check the split's name and filters.")
+        if isinstance(model, LoadedModel):
+            self._loaded: LoadedModel | None = model
+            module, processing_class = model.model, model.processor
+        elif isinstance(model, PreTrainedModel):
+            self._loaded, module = None, model
+        else:
+            raise ValueError(
+                f"model of type {type(model).__name__} is not known how to be saved; load it with "
+                "load_model('timm/<name>', ...) and pass what that returns."
+            )
+        validate_model(module)
+        self.plan = PrivacyPlan.from_arguments(args, num_units=len(train_dataset))
+        self.card_facts = dict(card_facts or {})
+        self.eval_metrics: dict[str, float] = {}
+        self.ledger: PrivacyLedger | None = None
+        self._noise_generator = secret_generator(args.noise_seed, stream="noise")
+        self._sampling_generator = secret_generator(args.noise_seed, stream="sampling")
+        self._mechanism: GaussianMechanism | None = None
+        self._affordable = 0
+        self._resumed = False
+        super().__init__(
+            model=module,
+            args=args,
+            data_collator=data_collator or collate,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.label_names = ["labels"]
+        if self.optimizer is not None:
+            self._check_optimizer(self.optimizer)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(PrivacyProgressCallback(self.epsilon))
+        self.add_callback(BudgetCallback(lambda: self._affordable))
+
+    # ---- what the base class's loop asks for ----
+
+    def epsilon(self) -> float:
+        """Epsilon spent so far, from the ledger."""
+        return 0.0 if self.ledger is None else self.ledger.epsilon().epsilon
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Logical batches, each a Poisson draw that yields its physical batches when iterated."""
+        dataset = self.train_dataset
+        if not isinstance(dataset, ImageExamples):
+            dataset = _RowsOnly(dataset)
+        self._batches = LogicalBatchLoader(
+            dataset,
+            sampler=PoissonSampler(
+                self.plan.num_units,
+                sample_rate=self.plan.sample_rate,
+                generator=self._sampling_generator,
+            ),
+            physical_batch_size=self.args.per_device_train_batch_size,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            num_batches=steps_per_epoch(self.plan.sample_rate),
+        )
+        return DataLoader(_LogicalBatches(self._batches), batch_size=1, collate_fn=_only)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Number of privacy units for training data, of examples otherwise."""
+        if isinstance(dataloader.dataset, _LogicalBatches):
+            return self.plan.num_units
+        count: int = super().num_examples(dataloader)
+        return count
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[LogicalBatch], None]:
+        """The next logical batch. Its items are not counted: their number is private."""
+        assert num_batches == 1, "gradient_accumulation_steps is 1"
+        return [next(epoch_iterator)], None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Zero: the true count would tell the private batch size."""
+        return 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
+        if self.optimizer is None:
+            assert self.args.learning_rate is not None
+            self.optimizer = create_optimizer(
+                self.model,
+                dp_optimizer=self.args.dp_optimizer,
+                learning_rate=self.args.learning_rate,
+                vector_learning_rate=self.args.vector_learning_rate,
+                weight_decay=self.args.weight_decay,
+                orthogonalize_head=self.args.orthogonalize_head,
+                orthogonalize_patch_embedding=self.args.orthogonalize_patch_embedding,
+            )
+            logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
+        return self.optimizer
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if sorted(held) != sorted(names):
+            missing = [name for key, name in names.items() if key not in held]
+            raise ValueError(
+                "optimizers[0] must hold each trainable parameter of the model exactly once; "
+                f"missing: {', '.join(missing) or 'none'}; not of this model or repeated: "
+                f"{len(held) - len(names) + len(missing)}. Build it after the model is final."
+            )
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
+    ) -> nn.Module:
+        if not training or isinstance(model, HooksGradSampleModule):
+            return model
+        prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
+        prepared.train()
+        engine = HooksGradSampleModule(prepared)
+        self._check_per_sample_gradients(engine)
+        self._mechanism = GaussianMechanism(
+            engine,
+            noise_multiplier=self.plan.noise_multiplier,
+            max_grad_norm=self.args.per_sample_max_grad_norm,
+            sample_rate=self.plan.sample_rate,
+            num_units=self.plan.num_units,
+            generator=self._noise_generator,
+            clipping=self.args.clipping,  # type: ignore[arg-type]
+        )
+        return engine
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
+            max_steps, train_dataloader, resume_from_checkpoint
+        )
+        # Only now: whatever refuses to train has refused, and nothing was written.
+        self._open_run()
+        return prepared
+
+    # ---- the private step ----
+
+    def training_step(
+        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Replace the gradient of one logical batch by its private release.
+
+        Args:
+            model: The engine of per-sample gradients around the plain model.
+            inputs: One Poisson draw.
+            num_items_in_batch: Always None.
+
+        Returns:
+            Zero, or with ``report_nonprivate_loss`` the raw mean loss.
+
+        Guarantees:
+            On return each ``p.grad`` is private, no per-sample or raw gradient is left, and the
+            draw of noise is on disk in the ledger.
+        """
+        mechanism, ledger = self._mechanism, self.ledger
+        assert mechanism is not None
+        assert ledger is not None
+        step = self.state.global_step + 1
+        replay = ledger.recorded(step) if self._resumed else None
+        if self._affordable <= 0 and replay is None:
+            raise RuntimeError("the privacy budget is spent; no further step may be taken.")
+        model.train()
+        mechanism.begin()
+        loss_sum, rows = 0.0, 0
+        for physical_batch in inputs:
+            batch = self._prepare_inputs(physical_batch)
+            size = len(batch["labels"])
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, batch)
+            (loss * size).backward()  # the engine wants the sum over samples, not their mean
+            mechanism.accumulate()
+            if self.args.report_nonprivate_loss:
+                loss_sum, rows = loss_sum + float(loss) * size, rows + size
+        event = mechanism.release(step=step, replay=replay)
+        if ledger.record(event):
+            if self._affordable <= 0:
+                self.model.zero_grad()
+                raise RuntimeError("the privacy budget is spent; no further step may be taken.")
+            self._affordable -= 1
+        return torch.tensor(loss_sum / max(rows, 1), device=self.args.device)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Mean cross-entropy over the rows of a physical batch.
+
+        A subclass may return another loss, if it is a mean over rows in which no row's term
+        depends on another row; that is checked before training starts.
+        """
+        outputs = model(inputs["pixel_values"])
+        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        loss = F.cross_entropy(
+            logits, inputs["labels"], label_smoothing=self.args.label_smoothing_factor
+        )
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+    def _check_per_sample_gradients(self, engine: HooksGradSampleModule) -> None:
+        """Compare the engine with a batch of one, on random images and slightly moved weights.
+
+        Raises:
+            ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, or the
+                gradient of one sample depends on the others.
+        """
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        weights = {name: p.detach().clone() for name, p in parameters.items()}
+        training = {module: module.training for module in engine.modules()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for module in engine.modules():  # dropout off, hooks on
+                module.training = any(True for _ in module.parameters(recurse=False))
+            try:
+                with torch.no_grad():
+                    for p in parameters.values():  # a head of zeros would hide every fault
+                        p.add_(torch.randn_like(p), alpha=0.02)
+                self._compare_with_batch_of_one(engine, parameters)
+            finally:
+                with torch.no_grad():
+                    for name, p in parameters.items():
+                        p.copy_(weights[name])
+                engine.discard()
+                for module, mode in training.items():
+                    module.training = mode
+
+    def _compare_with_batch_of_one(
+        self, engine: HooksGradSampleModule, parameters: dict[str, nn.Parameter]
+    ) -> None:
+        template = self.train_dataset[0]
+        rows = [_random_row_like(template, label) for label in (0, 1, 0, 1, 1)]
+
+        def backward(selected: Sequence[dict[str, Tensor]]) -> int:
+            engine.discard()
+            torch.manual_seed(0)
+            batch = self._prepare_inputs(self.data_collator(list(selected)))
+            loss = self.compute_loss(engine, batch)
+            (loss * len(batch["labels"])).backward()
+            return len(batch["labels"])
+
+        def first_of(selected: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+            size = backward(selected)
+            into = {name: torch.zeros_like(p) for name, p in parameters.items()}
+            first = torch.zeros(size, device=self.args.device)
+            first[0] = 1.0
+            engine.add_weighted_sum(dict.fromkeys(parameters, first), into=into)
+            return into
+
+        backward(rows[:1])
+        alone = {name: p.grad for name, p in parameters.items()}
+        dead = [name for name, gradient in alone.items() if gradient is None]
+        if dead:
+            raise ValueError(
+                f"trainable parameters that the loss does not reach: {', '.join(dead)}; freeze "
+                "them with requires_grad_(False) before the trainer is built."
+            )
+        in_one_batch, in_another = first_of(rows[:3]), first_of([rows[0], *rows[3:]])
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in alone.values()))  # type: ignore[union-attr]
+        for name, gradient in alone.items():
+            assert gradient is not None
+            tolerance = 1e-3 * float(gradient.norm()) + 1e-5 * norm
+            if float((in_one_batch[name] - in_another[name]).norm()) > tolerance:
+                raise ValueError(
+                    f"the gradient of one sample with respect to {name} changes with the other "
+                    "samples of its batch, so no bound on one sample holds: use a collator without "
+                    "mixup or CutMix, and a loss that is a plain mean over rows."
+                )
+            if float((in_one_batch[name] - gradient).norm()) > tolerance:
+                raise ValueError(
+                    f"the per-sample gradients of {name} differ from those of a batch of one; "
+                    "freeze it, or check that compute_loss returns a mean over rows."
+                )
+
+    # ---- ledger, budget, resume ----
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train privately until the steps or the budget are used up.
+
+        Args:
+            resume_from_checkpoint: Folder of a checkpoint, or True for the last one in
+                ``output_dir``; sampling, noise, optimizer and ledger continue where they stood.
+            trial: Must be None.
+            ignore_keys_for_eval: As in ``Trainer``.
+
+        Returns:
+            Steps and metrics; the training loss is NaN unless ``report_nonprivate_loss``.
+
+        Raises:
+            ValueError: If the output folder already holds a ledger and nothing is resumed, or the
+                checkpoint does not fit this run.
+        """
+        if trial is not None:
+            raise ValueError("trial must be None: the cost of a search would not be counted.")
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        elif self.ledger is None and self._ledger_path.exists():
+            raise ValueError(
+                f"output_dir={self.args.output_dir!r} already holds a privacy ledger; pass "
+                "--resume_from_checkpoint to go on with that run, or choose another output_dir."
+            )
+        self._resumed = checkpoint is not None
+        self._affordable = self._count_affordable()
+        if self._affordable <= 0 and not self._can_replay(checkpoint):
+            logger.warning(
+                "The privacy budget target_epsilon=%s is spent (epsilon %.4f): no step was taken.",
+                self.args.target_epsilon,
+                self.epsilon(),
+            )
+            return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
+        output: TrainOutput = super().train(
+            resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
+            ignore_keys_for_eval=ignore_keys_for_eval,
+        )
+        loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
+        return TrainOutput(output.global_step, loss, output.metrics)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: each trial would spend budget that no ledger counts.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "hyperparameter_search is refused: trials on private data cost privacy that would not "
+            "be counted; tune on public data and set the arguments."
+        )
+
+    @property
+    def _ledger_path(self) -> Path:
+        return Path(self.args.output_dir) / LEDGER_FILE
+
+    def _count_affordable(self) -> int:
+        if self.args.target_epsilon is None:
+            return self.plan.steps
+        return affordable_steps(
+            [] if self.ledger is None else self.ledger.accounted,
+            noise_multiplier=self.plan.noise_multiplier,
+            sample_rate=self.plan.sample_rate,
+            target_epsilon=self.args.target_epsilon,
+            delta=self.plan.delta,
+            accountant=self.args.accountant,
+            limit=self.plan.steps,
+        )
+
+    def _can_replay(self, checkpoint: Path | None) -> bool:
+        if checkpoint is None or self.ledger is None:
+            return False
+        return self.ledger.recorded(_read_state(checkpoint)["step"] + 1) is not None
+
+    def _find_checkpoint(self, resume: str | bool | None) -> Path | None:
+        if resume is None or resume is False:
+            return None
+        if resume is True:
+            found = (
+                get_last_checkpoint(self.args.output_dir)
+                if os.path.isdir(self.args.output_dir)
+                else None
+            )
+            if found is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds "
+                    "no checkpoint; name one, or start without it."
+                )
+            return Path(found)
+        if not os.path.isdir(resume):
+            raise ValueError(f"resume_from_checkpoint={resume!r} is not a folder.")
+        return Path(resume)
+
+    def _restore(self, checkpoint: Path) -> None:
+        for name in (LEDGER_FILE, STATE_FILE):
+            if not (checkpoint / name).is_file():
+                raise ValueError(
+                    f"checkpoint {checkpoint} has no {name}: what it spent is unknown, so it "
+                    "cannot be resumed; start again from the pretrained model."
+                )
+        state = _read_state(checkpoint)
+        if state["num_units"] != self.plan.num_units:
+            raise ValueError(
+                f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
+                f"the data now has {self.plan.num_units}; resume with the same data."
+            )
+        at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
+        own_run = checkpoint.resolve().parent == Path(self.args.output_dir).resolve()
+        if own_run and self._ledger_path.exists():
+            self.ledger = PrivacyLedger.load(self._ledger_path)
+            if not self.ledger.extends(at_checkpoint):
+                raise ValueError(
+                    f"{self._ledger_path} does not continue the ledger of {checkpoint}; one of "
+                    "them belongs to another run or was changed."
+                )
+        elif own_run:
+            raise ValueError(
+                f"{self._ledger_path} is missing: steps after {checkpoint} would go uncounted; "
+                "restore it, or start again from the pretrained model."
+            )
+        else:
+            if self._ledger_path.exists():
+                raise ValueError(
+                    f"output_dir={self.args.output_dir!r} already holds another run's ledger; "
+                    "choose a new output_dir, or the one that the checkpoint lies in."
+                )
+            self._ledger_path.parent.mkdir(parents=True, exist_ok=True)
+            at_checkpoint.copy_to(self._ledger_path)
+            self.ledger = PrivacyLedger.load(self._ledger_path)
+        restore_generator(self._sampling_generator, state["sampling"])
+        if own_run:
+            restore_generator(self._noise_generator, state["noise"])
+        else:
+            # The original run may go on elsewhere; the same noise on other sums would cancel out.
+            logger.warning("Resuming in another folder: noise is drawn afresh.")
+
+    def _open_run(self) -> None:
+        if self.ledger is None:
+            self._ledger_path.parent.mkdir(parents=True, exist_ok=True)
+            self.ledger = PrivacyLedger.create(self._ledger_path)
+        self.ledger.open_run(
+            RunFacts(
+                delta=self.plan.delta,
+                accountant=self.args.accountant,
+                privacy_unit="example",
+                adjacency=ADJACENCY,
+                guarantee=self.args.noise_seed is None and self.plan.noise_multiplier > 0,
+                num_units=self.plan.num_units,
+            )
+        )
+
+    # ---- what is logged and saved ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log private values only, with the epsilon spent so far."""
+        for key in ("loss", "train_loss"):
+            loss = logs.pop(key, None)
+            if loss is not None and self.args.report_nonprivate_loss:
+                logs[f"nonprivate_{key}"] = loss
+        if "grad_norm" in logs and self._mechanism is not None:
+            logs["signal_to_noise"] = signal_to_noise(
+                gradient_norm=float(logs["grad_norm"]),
+                noise_std=self._mechanism.noise_std,
+                num_entries=self._mechanism.num_entries,
+            )
+        if self.ledger is not None and len(self.ledger) > 0:
+            logs["epsilon"] = self.epsilon()
+            if "train_runtime" in logs:  # the last log of a run says all that the number rests on
+                logs["delta"] = self.plan.delta
+                logs["noise_multiplier"] = self.plan.noise_multiplier
+                logs["sample_rate"] = self.plan.sample_rate
+                logs["noise_draws"] = len(self.ledger)
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as ``Trainer`` does, and keep the metrics for the card."""
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        self.eval_metrics = {
+            name.removeprefix("eval_"): float(value)
+            for name, value in metrics.items()
+            if name.startswith("eval_")
+            and not name.endswith(("runtime", "_per_second"))
+            and isinstance(value, (int, float))
+        }
+        return metrics
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        if not self.args.should_save:
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if self._loaded is not None:
+            save_model(self._loaded, folder)
+        else:
+            self.model.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+        if self.ledger is not None and len(self.ledger) > 0:
+            report = model_card.privacy_report(self.ledger)
+            _write_json(folder / REPORT_FILE, report.to_dict())
+            (folder / CARD_FILE).write_text(self._card(report), encoding="utf-8")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the card that the ledger supports into ``output_dir``."""
+        if self.ledger is None or len(self.ledger) == 0:
+            raise ValueError("a card needs a ledger with noise draws: train first.")
+        card = self._card(model_card.privacy_report(self.ledger))
+        (Path(self.args.output_dir) / CARD_FILE).write_text(card, encoding="utf-8")
+
+    def _card(self, report: model_card.PrivacyReport) -> str:
+        args = self.args
+        return model_card.build_model_card(
+            report,
+            base_model=self.card_facts.get("base_model", "unnamed"),
+            dataset=self.card_facts.get("dataset", "unnamed"),
+            label_names=self.card_facts.get("label_names", ()),
+            recipe={
+                "method": {"muon": "DP-Muon", "sgd": "DP-SGD"}[args.dp_optimizer],
+                "learning rate": args.learning_rate,
+                "learning rate of the rest": args.vector_learning_rate,
+                "schedule": f"{args.lr_scheduler_type.value}, warm-up {args.warmup_steps:g}",
+                "expected batch size": args.logical_batch_size,
+                "steps": self.plan.steps,
+            },
+            metrics=self.eval_metrics,
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if not self.args.should_save or self.ledger is None:
+            return
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if not folder.is_dir():  # rotated away already
+            return
+        assert self._mechanism is not None
+        self.ledger.copy_to(folder / LEDGER_FILE)
+        state = {
+            "step": self.state.global_step,
+            "num_units": self.plan.num_units,
+            "noise": generator_state(self._mechanism.generator),
+            "sampling": self._batches.state_dict(),
+        }
+        _write_json(folder / STATE_FILE, state, secret=True)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused for now.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "push_to_hub is not supported yet; upload the files of output_dir that save_model "
+            "wrote, and no checkpoint, after reading the card."
+        )
+
+
+def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Stack images and labels; whatever else a row holds (names, patients) stays behind."""
+    return {
+        name: torch.stack([torch.as_tensor(example[name]) for example in examples])
+        for name in ("pixel_values", "labels")
+    }
+
+
+def _only(items: list[LogicalBatch]) -> LogicalBatch:
+    (item,) = items
+    return item
+
+
+def _random_row_like(row: Mapping[str, Any], label: int) -> dict[str, Tensor]:
+    """A row of noise with the shapes of ``row``; of the private row nothing else is used."""
+    pixels = torch.as_tensor(row["pixel_values"])
+    labels = torch.as_tensor(row["labels"])
+    noise = torch.randn(pixels.shape)
+    if labels.is_floating_point():
+        return {"pixel_values": noise, "labels": torch.rand(labels.shape)}
+    return {"pixel_values": noise, "labels": torch.full_like(labels, label)}
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def _write_json(path: Path, values: Mapping[str, Any], *, secret: bool = False) -> None:
+    """Write under a temporary name and rename, so that a reader never sees half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(temporary, 0o600 if secret else 0o644)
+    os.replace(temporary, path)
