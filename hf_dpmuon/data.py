@@ -468,8 +468,7 @@ def _number_labels(
 ) -> tuple[dict[str, "datasets.Dataset"], tuple[str, ...]]:
     """Replace the labels of every split by ids into one list of class names.
 
-    Names are matched across splits, so that a class has one id even when the splits number it
-    differently. The order is that of a `ClassLabel`, else numeric, else alphabetic.
+    The order is that of a `ClassLabel`, else numeric, else alphabetic.
     """
     import datasets
 
@@ -478,8 +477,10 @@ def _number_labels(
     feature = next(iter(splits.values())).features[label_column]
     if isinstance(feature, datasets.ClassLabel):
         label_names = [*feature.names, *sorted(found - set(feature.names))]
+    elif all(name.isdecimal() for name in found):
+        label_names = sorted(found, key=lambda name: (int(name), name))
     else:
-        label_names = sorted(found, key=str if feature.dtype.endswith("string") else int)
+        label_names = sorted(found)
     ids = {name: label for label, name in enumerate(label_names)}
     numbered = {
         name: split.remove_columns(label_column).add_column(
@@ -530,7 +531,7 @@ def _class_names(split: "datasets.Dataset", label_column: str, split_name: str) 
     if bad:
         raise ValueError(
             f"{len(bad)} labels of the split {split_name!r} are missing or out of range (first "
-            f"rows: {_first(bad)}); label or remove these rows."
+            f"rows: {_first(bad)}); label or remove these rows, or name another split."
         )
     return [name for name in names if name is not None]
 
@@ -592,7 +593,7 @@ def _read_csv(tables: list[Path]) -> dict[str, "datasets.Dataset"]:
     for table in tables:
         split = datasets.load_dataset("csv", data_files=str(table), split="train")
         for column, feature in split.features.items():
-            if len(split) == 0 or feature.dtype != "string":
+            if len(split) == 0 or not feature.dtype.endswith("string"):
                 continue
             if Path(str(split[0][column])).suffix.lower() in ImageFolder.EXTENSIONS:
                 paths = [file and str(table.parent / file) for file in _column(split, column)]

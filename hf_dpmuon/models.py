@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -159,6 +160,8 @@ def _load_transformers(
         config = AutoConfig.from_pretrained(name, revision=revision)
         if config.model_type == "timm_wrapper":
             raise ValueError(f"it is a timm model: name it timm/{name}")
+        if "num_channels" not in config.to_dict():
+            raise ValueError(f"models of type {config.model_type} are not supported: use a ViT")
         processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
             name, revision=revision
         )
@@ -174,7 +177,7 @@ def _load_transformers(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _not_found(name, error) from error
 
     notes = []
@@ -186,8 +189,8 @@ def _load_transformers(
     processor = _matching_processor(processor, image_format)
     if _sides(config.image_size) != (image_format.height, image_format.width):
         notes.append(
-            f"the position table was resized once from {_sides(config.image_size)} to "
-            f"{(image_format.height, image_format.width)} pixels"
+            f"made for images of {_sides(config.image_size)} pixels, refitted once to "
+            f"{(image_format.height, image_format.width)}"
         )
         model = _resize_positions(model, name, image_format)
     notes += _freeze_unread(model, image_format)
@@ -233,7 +236,7 @@ def _load_timm(name: str, label_names: tuple[str, ...], image_size: int | None) 
         raise ValueError(
             f"image_size={image_size} cannot be set for the timm model {name!r}; leave it out."
         ) from error
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise _not_found(name, error) from error
 
     notes = []
@@ -248,8 +251,8 @@ def _load_timm(name: str, label_names: tuple[str, ...], image_size: int | None) 
     channels, height, width = wanted["input_size"]
     if image_size is not None and (height, width) != (image_size, image_size):
         notes.append(
-            f"the position table was resized once from {(height, width)} to "
-            f"{(image_size, image_size)} pixels"
+            f"made for images of {(height, width)} pixels, refitted once to "
+            f"{(image_size, image_size)}"
         )
         height = width = image_size
     image_format = ImageFormat(
@@ -321,7 +324,7 @@ def _matching_processor(
 class _InterpolatesPositions(Protocol):
     """The embeddings of HF's vision transformers."""
 
-    position_embeddings: Tensor
+    position_embeddings: Tensor | None
 
     def interpolate_pos_encoding(self, embeddings: Tensor, height: int, width: int) -> Tensor: ...
 
@@ -339,7 +342,7 @@ def _resize_positions(
     resized: PreTrainedModel = type(model)(config)
     expected, state = resized.state_dict(), model.state_dict()
     for path, module in model.named_modules():
-        if isinstance(module, _InterpolatesPositions):
+        if isinstance(module, _InterpolatesPositions) and module.position_embeddings is not None:
             key = f"{path}.position_embeddings"
             tokens = torch.empty_like(expected[key])  # only its shape is read
             state[key] = module.interpolate_pos_encoding(tokens, *sides).detach()
