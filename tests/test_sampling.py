@@ -1,0 +1,277 @@
+"""Laws of the Poisson draws, their secret generator, and the loader that cuts them up."""
+
+import json
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from hf_dpmuon.sampling import (
+    LogicalBatchLoader,
+    PoissonSampler,
+    generator_state,
+    restore_generator,
+    secret_generator,
+)
+
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def sampler(num_units, sample_rate, seed=0):
+    generator = secret_generator(seed, stream="sampling")
+    return PoissonSampler(num_units, sample_rate=sample_rate, generator=generator)
+
+
+class EchoDataset:
+    """Returns its key, so that a batch shows what was asked for."""
+
+    def __getitem__(self, key):
+        return key
+
+
+def loader(num_units=100, sample_rate=0.05, *, seed=0, size=4, num_batches=6, num_workers=0):
+    return LogicalBatchLoader(
+        EchoDataset(),
+        sampler=sampler(num_units, sample_rate, seed),
+        physical_batch_size=size,
+        collate_fn=list,
+        num_batches=num_batches,
+        num_workers=num_workers,
+    )
+
+
+def keys_of(batches):
+    """Per logical batch, its keys in order."""
+    return [[key for physical in batch for key in physical] for batch in batches]
+
+
+# The generator
+
+
+def test_torch_forgets_half_of_a_seed_and_ours_does_not():
+    """The reason why the secret generator is not torch's."""
+    short, long = 5, 2**32 + 5
+    torch_bits = [
+        torch.randn(64, generator=torch.Generator().manual_seed(s)) for s in (short, long)
+    ]
+    assert torch.equal(*torch_bits)
+    ours = [secret_generator(s).standard_normal(64) for s in (short, long)]
+    assert not np.array_equal(*ours)
+
+
+def test_generators_without_a_seed_differ():
+    assert len({secret_generator().bytes(16) for _ in range(50)}) == 50
+
+
+def test_the_key_depends_on_every_bit_of_a_large_seed():
+    seeds = [0, *(1 << bit for bit in range(200))]
+    assert len({secret_generator(seed).bytes(16) for seed in seeds}) == len(seeds)
+
+
+def test_noise_and_sampling_streams_of_one_seed_are_independent():
+    noise = secret_generator(7, stream="noise").standard_normal(20_000)
+    sampling = secret_generator(7, stream="sampling").standard_normal(20_000)
+    assert abs(np.corrcoef(noise, sampling)[0, 1]) < 4 / np.sqrt(20_000)
+
+
+def test_global_seeds_do_not_matter_and_global_generators_are_not_touched():
+    outcomes = []
+    for seed in (1, 2):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)  # noqa: NPY002
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+        outcomes.append(keys_of(loader()))
+        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+        assert before[:2] == after[:2]
+        assert torch.equal(before[2], after[2])
+    assert outcomes[0] == outcomes[1]
+
+
+@few
+@given(st.integers(0, 2**130), st.integers(0, 9), st.booleans())
+def test_state_survives_json_to_the_bit(seed, draws, half_word):
+    """Philox hands out four words at a time and numpy may keep half a word: both are state."""
+    generator = secret_generator(seed)
+    generator.standard_normal(draws)
+    if half_word:
+        generator.integers(0, 2**32, dtype=np.uint32)
+    state = json.loads(json.dumps(generator_state(generator)))
+    other = secret_generator()
+    restore_generator(other, state)
+    for draw in (
+        lambda g: g.integers(0, 2**32, size=3, dtype=np.uint32),
+        lambda g: g.standard_normal(50, dtype=np.float32),
+        lambda g: g.geometric(0.01, size=50),
+    ):
+        assert np.array_equal(draw(generator), draw(other))
+
+
+# The draws
+
+
+@few
+@given(st.integers(1, 300), st.floats(1e-12, 1), st.integers(0, 2**64))
+def test_a_draw_is_sorted_distinct_and_in_range(num_units, rate, seed):
+    poisson = sampler(num_units, rate, seed)
+    for _ in range(3):
+        units = poisson.draw()
+        assert units.dtype == np.int64
+        assert (np.diff(units) > 0).all()
+        assert units.size == 0 or (units[0] >= 0 and units[-1] < num_units)
+
+
+@pytest.mark.parametrize("num_units", [1, 2, 1000])
+def test_rate_one_draws_everybody(num_units):
+    assert np.array_equal(sampler(num_units, 1.0).draw(), np.arange(num_units))
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.34, 0.9])
+def test_units_are_drawn_at_the_rate_and_independently(rate):
+    """Frequencies of units (chi-square), of pairs of units, and the spread of the sizes.
+
+    Both of numpy's geometric methods are covered: they change at 1/3.
+    """
+    num_units, num_draws = 40, 6000
+    poisson = sampler(num_units, rate)
+    joined = np.zeros((num_draws, num_units))
+    for row in joined:
+        row[poisson.draw()] = 1
+
+    def spread(observed, probability):  # z-scores, standard normal under the law
+        sd = np.sqrt(num_draws * probability * (1 - probability))
+        return (observed - num_draws * probability) / sd
+
+    per_unit = spread(joined.sum(axis=0), rate)
+    assert 1e-4 < stats.chi2.sf((per_unit**2).sum(), num_units) < 1 - 1e-4
+    pairs = (joined.T @ joined)[np.triu_indices(num_units, 1)]
+    assert np.abs(spread(pairs, rate**2)).max() < 5
+    from_one_draw_to_the_next = (joined[1:] * joined[:-1]).sum(axis=0)
+    assert np.abs(spread(from_one_draw_to_the_next, rate**2)).max() < 5
+    sizes = joined.sum(axis=1)
+    assert sizes.var() == pytest.approx(num_units * rate * (1 - rate), rel=0.1)
+
+
+def test_one_unit_is_a_coin():
+    poisson = sampler(1, 0.25)
+    heads = sum(len(poisson.draw()) for _ in range(4000))
+    assert abs(heads - 1000) < 5 * np.sqrt(750)
+
+
+def test_a_draw_from_ten_million_takes_the_memory_of_its_members():
+    poisson = sampler(10_000_000, 1e-3)
+    tracemalloc.start()
+    units = poisson.draw()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 9_000 < len(units) < 11_000
+    assert peak < 10 * 8 * len(units)
+
+
+# The loader
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_the_physical_size_cuts_a_draw_and_changes_nothing(size, num_workers):
+    whole = keys_of(loader(500, 0.1, size=10**6))
+    cut = []
+    for batch in loader(500, 0.1, size=size, num_workers=num_workers):
+        physical = list(batch)
+        rows = [key for part in physical for key in part]
+        assert len(physical) == -(-len(rows) // size)
+        assert all(len(part) == size for part in physical[:-1])
+        cut.append(rows)
+    assert cut == whole
+    assert all(len({row for row, _ in rows}) == len(rows) for rows in cut)
+
+
+def test_augmentation_seeds_are_fresh_63_bit_numbers():
+    seeds = [seed for keys in keys_of(loader(1000, 0.5)) for _, seed in keys]
+    assert len(set(seeds)) == len(seeds) > 2000
+    assert 2**61 < max(seeds) < 2**63
+    assert min(seeds) >= 0
+    assert np.mean([seed & 1 for seed in seeds]) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_empty_draws_are_logical_batches_without_physical_ones(num_workers):
+    batches = loader(5, 1e-9, num_batches=5, num_workers=num_workers)
+    assert keys_of(batches) == [[]] * 5
+    mixed = keys_of(loader(10, 0.1, num_batches=40, num_workers=num_workers))
+    assert 5 < mixed.count([]) < 30
+    assert mixed == keys_of(loader(10, 0.1, num_batches=40))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sample_rate", [0.05, 0.005])
+def test_a_resumed_stream_is_the_uninterrupted_one(num_workers, sample_rate):
+    """The state is of the last batch handed out, however far the workers have run ahead."""
+    whole = keys_of(loader(100, sample_rate, num_batches=12))
+    first = loader(100, sample_rate, num_batches=12, num_workers=num_workers)
+    stream = iter(first)
+    start = [keys_of([next(stream)])[0] for _ in range(5)]
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = loader(100, sample_rate, seed=99, num_batches=7, num_workers=num_workers)
+    rest.load_state_dict(state)
+    assert rest.state_dict() == state
+    assert start + keys_of(rest) == whole
+    first.load_state_dict(state)
+    assert start + keys_of(first)[:7] == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_stream_goes_on_across_epochs_and_epochs_left_early(num_workers):
+    whole = keys_of(loader(num_batches=9))
+    epochs = loader(num_batches=3, num_workers=num_workers)
+    assert len(epochs) == 3
+    seen = keys_of(epochs)
+    for batch in epochs:
+        seen += keys_of([batch])
+        break
+    seen += keys_of(epochs)
+    seen += keys_of(epochs)
+    assert seen[:9] == whole
+
+
+def test_a_batch_must_be_used_up_and_only_once():
+    stream = iter(loader(100, 0.5))
+    batch = next(stream)
+    next(iter(batch))
+    with pytest.raises(RuntimeError, match="only once"):
+        iter(batch)
+    with pytest.raises(RuntimeError, match="not iterated to its end"):
+        next(stream)
+
+
+def test_a_batch_does_not_tell_its_size():
+    small, large = (next(iter(loader(1000, rate))) for rate in (0.01, 0.9))
+    assert repr(small).split(" at ")[0] == repr(large).split(" at ")[0]
+    with pytest.raises(TypeError):
+        len(small)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sampler(0, 0.5), "num_units=0 must be >= 1"),
+        (lambda: sampler(5, 0.0), r"sample_rate=0.0 must be in \(0, 1\]"),
+        (lambda: sampler(5, 1.1), r"sample_rate=1.1 must be in \(0, 1\]"),
+        (lambda: sampler(5, float("nan")), "sample_rate=nan"),
+        (lambda: loader(size=0), "physical_batch_size=0 must be >= 1"),
+        (lambda: loader(num_batches=0), "num_batches=0 must be >= 1"),
+        (lambda: secret_generator(-1), "seed=-1 must be >= 0"),
+        (lambda: secret_generator(1, stream="clipping"), "stream='clipping'"),
+        (lambda: restore_generator(secret_generator(), {"bit_generator": "PCG64"}), "'Philox'"),
+        (lambda: loader().load_state_dict({}), "state_dict"),
+    ],
+)
+def test_values_outside_their_range_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
