@@ -1,0 +1,339 @@
+"""The record of every noise draw, and the only source of a reported epsilon.
+
+Receives the facts of a run and one event per noise draw, before the weights move; keeps them in
+``privacy_ledger.jsonl``, and returns what all of them together cost.
+
+A line is canonical JSON: sorted keys, no spaces, and ``chain``, the SHA-256 of the line before's
+chain and this line without its own. There are two kinds: ``"run"``, the facts of one (re)start,
+and ``"noise"``, one draw.
+
+Guarantees:
+    When ``record`` returns, the event is on the disk. A ledger that was changed, or lost a line
+    other than its last ones, does not load. A crash leaves at most one torn line at the end, whose
+    noise never moved weights; it is recognised and dropped. The chain finds accidents and edits; it
+    does not stop somebody who rewrites the whole file.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, epsilon_bound
+from hf_dpmuon.mechanism import NoiseEvent
+
+__all__ = ["RunFacts", "PrivacyLedger"]
+
+_GENESIS = "0" * 64
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run states about its privacy; every start and resume writes its own.
+
+    Args:
+        delta: In (0, 1).
+        accountant: ``"rdp"`` or ``"prv"``.
+        privacy_unit: What is protected, such as ``"image"``.
+        adjacency: The neighbouring relation, such as ``"add_remove_one"``.
+        guarantee: False where something voids the guarantee, such as a fixed noise seed.
+        num_units: Number of privacy units, taken as public.
+
+    Raises:
+        ValueError: ``delta``, ``accountant`` or ``num_units`` is outside its range.
+    """
+
+    delta: float
+    accountant: str
+    privacy_unit: str
+    adjacency: str
+    guarantee: bool
+    num_units: int
+
+    def __post_init__(self) -> None:
+        if self.num_units < 1:
+            raise ValueError(f"num_units={self.num_units} must be >= 1.")
+        epsilon_bound([], delta=self.delta, accountant=self.accountant)  # checks the other two
+
+
+class PrivacyLedger:
+    """An append-only file of runs and noise draws; ``create`` or ``load`` one.
+
+    ``len`` is the number of noise draws.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._runs: list[RunFacts] = []
+        self._events: list[NoiseEvent] = []
+        self._by_step: dict[int, list[NoiseEvent]] = {}
+        self._segments: list[SampledGaussian] = []
+        self._chain: list[str] = []
+        self._size = 0  # bytes of whole lines
+        self._torn = 0  # bytes after them
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> "PrivacyLedger":
+        """Starts an empty ledger, readable by its owner only.
+
+        Raises:
+            ValueError: The file exists.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ValueError(
+                f"path={os.fspath(path)} already holds a ledger; resume that run or choose another "
+                "output folder."
+            ) from None
+        os.close(descriptor)
+        _sync_folder(Path(path).parent)
+        return cls(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "PrivacyLedger":
+        """Reads and verifies a ledger. The file stays as it is until the next append.
+
+        Warns:
+            UserWarning: The last line was torn by a crash and is dropped.
+
+        Raises:
+            ValueError: A line was changed, removed, inserted, repeated or moved; it is named.
+            FileNotFoundError: There is no such file.
+        """
+        ledger = cls(path)
+        *lines, rest = ledger.path.read_bytes().split(b"\n")
+        if lines and not rest and not _is_json(lines[-1]):
+            rest = lines.pop() + b"\n"
+        for number, line in enumerate(lines, start=1):
+            ledger._read_line(line, number)
+        if rest:
+            ledger._torn = len(rest)
+            warnings.warn(
+                f"line {len(lines) + 1} of {ledger.path} is torn and was dropped: the run was "
+                "interrupted while writing it, before its noise moved any weight.",
+                stacklevel=2,
+            )
+        return ledger
+
+    def open_run(self, facts: RunFacts) -> None:
+        """Appends the facts of a start or resume; they hold for :meth:`epsilon` from now on.
+
+        Raises:
+            OSError: The line could not be written; the ledger is as before.
+            RuntimeError: Somebody else wrote to the file since this ledger was loaded.
+        """
+        self._append({"kind": "run", **asdict(facts)})
+        self._runs.append(facts)
+
+    def record(self, event: NoiseEvent) -> bool:
+        """Puts a noise draw on the disk; to be called before the weights move.
+
+        A run that resumes from a checkpoint older than the ledger's end draws the same noise on
+        the same sums again. An event equal to one of the same step, digest included, is that same
+        release: it is not written and costs nothing. Any other event is a further draw and costs,
+        also at a step that was recorded before; the caller must then have drawn fresh noise
+        (compare with :meth:`recorded` before releasing).
+
+        Returns:
+            Whether the event was new.
+
+        Raises:
+            ValueError: No run is open, or the event's noise or sampling rate is outside its range.
+            OSError: The line could not be written; the ledger is as before.
+            RuntimeError: Somebody else wrote to the file since this ledger was loaded.
+        """
+        if not self._runs:
+            raise ValueError("no run is open in this ledger; call open_run before record.")
+        if event in self._by_step.get(event.step, []):
+            return False
+        mechanism = _mechanism(event)
+        self._append({"kind": "noise", **asdict(event)})
+        self._count(event, mechanism)
+        return True
+
+    def recorded(self, step: int) -> NoiseEvent | None:
+        """Returns the last noise draw of a logical step, or None if there was none."""
+        events = self._by_step.get(step)
+        return events[-1] if events else None
+
+    @property
+    def runs(self) -> tuple[RunFacts, ...]:
+        """Facts of every start and resume, in order."""
+        return tuple(self._runs)
+
+    @property
+    def events(self) -> tuple[NoiseEvent, ...]:
+        """Every noise draw, in order."""
+        return tuple(self._events)
+
+    @property
+    def accounted(self) -> list[SampledGaussian]:
+        """The noise draws as the accountant takes them, runs of equal ones folded."""
+        return list(self._segments)
+
+    def epsilon(self) -> EpsilonBound:
+        """Returns what all draws together cost at the last run's delta, by its accountant.
+
+        Raises:
+            ValueError: The ledger holds no run.
+        """
+        return self.epsilon_at(self._facts.delta)
+
+    def epsilon_at(self, delta: float) -> EpsilonBound:
+        """Returns what all draws together cost at another delta, by the last run's accountant.
+
+        Raises:
+            ValueError: The ledger holds no run, or ``delta`` is outside (0, 1).
+        """
+        return epsilon_bound(self._segments, delta=delta, accountant=self._facts.accountant)
+
+    @property
+    def guarantee(self) -> bool:
+        """Whether the epsilon may be claimed: every run said so, and every draw had noise."""
+        claimed = bool(self._runs) and all(facts.guarantee for facts in self._runs)
+        return claimed and all(segment.noise_multiplier > 0 for segment in self._segments)
+
+    @property
+    def head(self) -> str:
+        """The chain value of the last line, which stands for the whole ledger."""
+        return self._chain[-1] if self._chain else _GENESIS
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def extends(self, other: "PrivacyLedger") -> bool:
+        """Returns whether the other ledger is this one at an earlier time, or now."""
+        return self._chain[: len(other._chain)] == other._chain
+
+    def copy_to(self, path: str | os.PathLike[str]) -> None:
+        """Writes a copy, whole or not at all, replacing what is there.
+
+        Raises:
+            OSError: The copy could not be written; what was there still is.
+        """
+        path = Path(path)
+        with open(self.path, "rb") as source:
+            whole_lines = source.read(self._size)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as target:
+                target.write(whole_lines)
+                target.flush()
+                os.fsync(target.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        _sync_folder(path.parent)
+
+    @property
+    def _facts(self) -> RunFacts:
+        if not self._runs:
+            raise ValueError("no run is open in this ledger, so it has neither delta nor epsilon.")
+        return self._runs[-1]
+
+    def _count(self, event: NoiseEvent, mechanism: SampledGaussian) -> None:
+        self._events.append(event)
+        self._by_step.setdefault(event.step, []).append(event)
+        last = self._segments[-1] if self._segments else None
+        if last and (last.noise_multiplier, last.sample_rate) == (
+            mechanism.noise_multiplier,
+            mechanism.sample_rate,
+        ):
+            self._segments[-1] = SampledGaussian(
+                last.noise_multiplier, last.sample_rate, last.steps + 1
+            )
+        else:
+            self._segments.append(mechanism)
+
+    def _read_line(self, line: bytes, number: int) -> None:
+        try:
+            content = json.loads(line)
+            chain = content.pop("chain")
+            if line != _encode(content, chain) or chain != _link(self.head, content):
+                raise ValueError("it does not continue the chain")
+            match content.pop("kind"):
+                case "run":
+                    self._runs.append(RunFacts(**content))
+                case "noise":
+                    event = NoiseEvent(**content)
+                    self._count(event, _mechanism(event))
+                case kind:
+                    raise ValueError(f"its kind is {kind!r}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"line {number} of {self.path} is not as it was written ({error}), or a line "
+                "before it is missing; no epsilon can be reported from this ledger."
+            ) from error
+        self._chain.append(chain)
+        self._size += len(line) + 1
+
+    def _append(self, content: dict[str, Any]) -> None:
+        chain = _link(self.head, content)
+        line = _encode(content, chain) + b"\n"
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size != self._size + self._torn:
+                raise RuntimeError(
+                    f"{self.path} has {size} bytes, not the {self._size + self._torn} that this "
+                    "run left there; is another run writing to the same output folder?"
+                )
+            if self._torn:
+                os.ftruncate(descriptor, self._size)
+                self._torn = 0
+            try:
+                _write_all(descriptor, line)
+                os.fsync(descriptor)
+            except BaseException:
+                os.ftruncate(descriptor, self._size)
+                raise
+        finally:
+            os.close(descriptor)
+        self._chain.append(chain)
+        self._size += len(line)
+
+
+def _mechanism(event: NoiseEvent) -> SampledGaussian:
+    return SampledGaussian(event.noise_multiplier, event.sample_rate)
+
+
+def _link(previous: str, content: dict[str, Any]) -> str:
+    return hashlib.sha256(previous.encode() + _canonical(content)).hexdigest()
+
+
+def _encode(content: dict[str, Any], chain: str) -> bytes:
+    return _canonical({**content, "chain": chain})
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """``os.write`` to the end: a nearly full disk takes a part without an error."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Puts a new name in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

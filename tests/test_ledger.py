@@ -1,0 +1,372 @@
+"""Laws of the ledger: nothing is forgotten, nothing is altered, nothing is counted twice."""
+
+import errno
+import itertools
+import json
+import os
+import stat
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, compute_epsilon, epsilon_bound
+from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.mechanism import NoiseEvent
+
+FACTS = RunFacts(
+    delta=1e-5,
+    accountant="rdp",
+    privacy_unit="image",
+    adjacency="add_remove_one",
+    guarantee=True,
+    num_units=1000,
+)
+few = settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def event(step, sigma=1.1, q=0.02, digest=None):
+    return NoiseEvent(
+        step=step,
+        noise_multiplier=sigma,
+        sample_rate=q,
+        max_grad_norm=1.0,
+        clipping="flat",
+        digest=digest or f"{step:064x}",
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "privacy_ledger.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def no_sync(monkeypatch):
+    """Tests of other laws need not wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def write(path, events=(), facts=FACTS):
+    path.unlink(missing_ok=True)
+    ledger = PrivacyLedger.create(path)
+    ledger.open_run(facts)
+    for e in events:
+        assert ledger.record(e)
+    return ledger
+
+
+def same(a, b):
+    return (a.head, a.runs, a.events, a.accounted) == (b.head, b.runs, b.events, b.accounted)
+
+
+# Epsilon
+
+
+@few
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.9, 2.0]), st.sampled_from([0.01, 1.0]), st.integers(1, 20)),
+        max_size=5,
+    )
+)
+def test_epsilon_is_that_of_the_accountant(path, segments):
+    mechanisms = [(sigma, q) for sigma, q, steps in segments for _ in range(steps)]
+    ledger = write(path, [event(i, *m) for i, m in enumerate(mechanisms, start=1)])
+    expected = epsilon_bound([SampledGaussian(*m) for m in segments], delta=1e-5)
+    for each in (ledger, PrivacyLedger.load(path)):
+        assert each.epsilon() == expected
+        assert len(each) == len(mechanisms)
+    folded = ledger.accounted
+    assert all(
+        (a.noise_multiplier, a.sample_rate) != (b.noise_multiplier, b.sample_rate)
+        for a, b in itertools.pairwise(folded)
+    )
+
+
+def test_epsilon_of_equal_events_equals_compute_epsilon(path):
+    ledger = write(path, [event(i) for i in range(1, 51)])
+    kwargs = {"noise_multiplier": 1.1, "sample_rate": 0.02, "steps": 50}
+    assert ledger.epsilon() == EpsilonBound(compute_epsilon(**kwargs, delta=1e-5), "rdp")
+    assert ledger.epsilon_at(1e-3).epsilon == compute_epsilon(**kwargs, delta=1e-3)
+    assert ledger.accounted == [SampledGaussian(1.1, 0.02, 50)]
+
+
+def test_the_last_run_says_which_delta_and_accountant(path):
+    ledger = write(path, [event(1)])
+    ledger.open_run(replace(FACTS, delta=1e-6, accountant="prv"))
+    ledger.record(event(2))
+    both = [SampledGaussian(1.1, 0.02, 2)]
+    assert ledger.epsilon() == epsilon_bound(both, delta=1e-6, accountant="prv")
+
+
+def test_no_noise_is_no_privacy(path):
+    ledger = write(path, [event(1)])
+    assert ledger.guarantee
+    ledger.record(event(2, sigma=0.0))
+    assert ledger.epsilon().epsilon == float("inf")
+    assert not ledger.guarantee
+    assert not PrivacyLedger.load(path).guarantee
+
+
+def test_one_run_without_guarantee_voids_the_whole(path):
+    ledger = write(path, facts=replace(FACTS, guarantee=False))
+    ledger.open_run(FACTS)
+    assert not ledger.guarantee
+
+
+def test_an_empty_ledger_claims_nothing(path):
+    ledger = PrivacyLedger.create(path)
+    assert not ledger.guarantee
+    with pytest.raises(ValueError, match="no run is open"):
+        ledger.epsilon()
+    with pytest.raises(ValueError, match="no run is open"):
+        ledger.record(event(1))
+    assert path.read_bytes() == b""
+
+
+def test_asking_after_every_record_is_cheap(path):
+    ledger = write(path, [event(1)])
+    ledger.epsilon()
+    start = time.process_time()
+    for step in range(2, 1002):
+        ledger.record(event(step))
+        ledger.epsilon()
+    assert (time.process_time() - start) / 1000 < 2e-3
+
+
+# Replays
+
+
+def test_the_same_release_is_counted_once(path):
+    ledger = write(path, [event(1), event(2), event(3)])
+    before = path.read_bytes()
+    assert not ledger.record(event(2))
+    resumed = PrivacyLedger.load(path)
+    assert not resumed.record(event(3))
+    assert path.read_bytes() == before
+    assert len(resumed) == 3
+
+
+@pytest.mark.parametrize(
+    "other", [event(2, digest="f" * 64), event(2, sigma=1.2), event(2, q=0.03)]
+)
+def test_another_release_at_the_same_step_costs_again(path, other):
+    ledger = write(path, [event(1), event(2), event(3)])
+    spent = ledger.epsilon().epsilon
+    assert ledger.recorded(2) == event(2)
+    assert ledger.record(other)
+    assert ledger.recorded(2) == other
+    assert ledger.recorded(9) is None
+    assert len(ledger) == 4
+    assert ledger.epsilon().epsilon > spent
+    assert not ledger.record(event(2))
+    assert not ledger.record(other)
+
+
+# Tampering
+
+
+def test_loading_gives_back_what_was_written(path):
+    ledger = write(path, [event(1), event(2, sigma=2.0)])
+    ledger.open_run(replace(FACTS, delta=1e-6))
+    ledger.record(event(3))
+    loaded = PrivacyLedger.load(path)
+    assert same(loaded, ledger)
+    assert loaded.record(event(4))
+    assert len(PrivacyLedger.load(path)) == 4
+
+
+@settings(few, max_examples=300)
+@given(st.data())
+def test_a_changed_byte_is_refused_or_is_a_torn_last_line(path, data):
+    events = write(path, [event(i) for i in range(1, 4)]).events
+    content = bytearray(path.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    number = 1 + content[:position].count(b"\n")
+    content[position] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loaded, message = PrivacyLedger.load(path), ""
+        except ValueError as error:
+            loaded, message = None, str(error)
+    if loaded is None:
+        assert f"line {number} of" in message
+    else:
+        assert number == 4
+        assert loaded.events == events[:-1]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_missing_line_is_refused(path, number):
+    write(path, [event(i) for i in range(1, 5)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    del lines[number]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=rf"line {number + 1} of .* no epsilon can be reported"):
+        PrivacyLedger.load(path)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+        lambda lines: [*lines[:3], lines[2], *lines[3:]],
+        lambda lines: [*lines, lines[-1]],
+        lambda lines: [lines[0], b"\n", *lines[1:]],
+        lambda lines: [lines[0].replace(b":", b": ", 1), *lines[1:]],
+        lambda lines: [*lines[:2], b"[]\n", *lines[2:]],
+    ],
+    ids=["moved", "repeated", "repeated at the end", "blank", "reformatted", "inserted"],
+)
+def test_an_edited_ledger_is_refused(path, edit):
+    write(path, [event(i) for i in range(1, 5)])
+    path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match="line . of"):
+        PrivacyLedger.load(path)
+
+
+def test_a_record_rewritten_with_more_noise_is_refused(path):
+    write(path, [event(1), event(2)])
+    lines = path.read_text().splitlines()
+    forged = json.loads(lines[-1]) | {"noise_multiplier": 100.0}
+    lines[-1] = json.dumps(forged, sort_keys=True, separators=(",", ":"))
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match="line 3 of"):
+        PrivacyLedger.load(path)
+
+
+# Crashes
+
+
+def test_a_crash_at_any_byte_of_the_last_record_loses_only_that_record(path):
+    before = write(path, [event(1), event(2)])
+    whole = len(path.read_bytes())
+    after = write(path, [event(1), event(2), event(3)])
+    content = path.read_bytes()
+    for end in range(whole + 1, len(content)):
+        path.write_bytes(content[:end])
+        with pytest.warns(UserWarning, match=r"line 4 of .* is torn"):
+            ledger = PrivacyLedger.load(path)
+        assert same(ledger, before)
+        assert len(path.read_bytes()) == end
+        assert ledger.record(event(3))
+        assert path.read_bytes() == content
+        assert same(ledger, after)
+
+
+def test_a_full_disk_counts_nothing_and_leaves_no_trace(path, monkeypatch):
+    ledger = write(path, [event(1)])
+    content, spent = path.read_bytes(), ledger.epsilon()
+    real_write = os.write
+
+    def nearly_full(descriptor, data):
+        if len(data) < 200:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, data[:100])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", nearly_full)
+        with pytest.raises(OSError, match="No space left"):
+            ledger.record(event(2))
+        with pytest.raises(OSError, match="No space left"):
+            ledger.open_run(FACTS)
+    assert path.read_bytes() == content
+    assert (ledger.epsilon(), len(ledger), len(ledger.runs)) == (spent, 1, 1)
+    assert ledger.recorded(2) is None
+    assert ledger.record(event(2))
+    assert same(PrivacyLedger.load(path), ledger)
+
+
+def test_a_record_is_synced_before_it_counts(path, monkeypatch):
+    ledger = write(path)
+    synced = []
+
+    def fsync(descriptor):
+        synced.append((os.fstat(descriptor).st_size, len(ledger)))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    ledger.record(event(1))
+    assert synced == [(path.stat().st_size, 0)]
+
+
+def test_two_writers_are_noticed(path):
+    first = write(path, [event(1)])
+    second = PrivacyLedger.load(path)
+    first.record(event(2))
+    with pytest.raises(RuntimeError, match="another run"):
+        second.record(event(2, digest="f" * 64))
+    assert len(PrivacyLedger.load(path)) == 2
+
+
+# Files
+
+
+def test_a_ledger_is_not_overwritten_and_private(path):
+    write(path, [event(1)])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(ValueError, match="resume that run or choose another output folder"):
+        PrivacyLedger.create(path)
+    assert len(PrivacyLedger.load(path)) == 1
+
+
+def test_a_copy_is_the_ledger_and_its_past(path, tmp_path):
+    ledger = write(path, [event(1)])
+    copy = tmp_path / "checkpoint.jsonl"
+    copy.write_text("an older one")
+    ledger.copy_to(copy)
+    past = PrivacyLedger.load(copy)
+    assert same(past, ledger)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    ledger.record(event(2))
+    assert ledger.extends(past)
+    assert ledger.extends(ledger)
+    assert not past.extends(ledger)
+    past.record(event(2, digest="f" * 64))
+    assert not ledger.extends(past)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [copy.name, path.name]
+
+
+def test_a_copy_that_fails_leaves_the_old_one(path, tmp_path, monkeypatch):
+    ledger = write(path, [event(1)])
+    copy = tmp_path / "checkpoint.jsonl"
+    copy.write_text("an older one")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        ledger.copy_to(copy)
+    assert copy.read_text() == "an older one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [copy.name, path.name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"delta": 0.0}, "delta=0.0"),
+        ({"accountant": "gdp"}, "accountant='gdp'"),
+        ({"num_units": 0}, "num_units=0"),
+    ],
+)
+def test_facts_outside_their_range_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(FACTS, **change)
+
+
+def test_a_draw_outside_its_range_is_not_written(path):
+    ledger = write(path)
+    with pytest.raises(ValueError, match="sample_rate=2"):
+        ledger.record(event(1, q=2.0))
+    assert len(PrivacyLedger.load(path)) == 0
