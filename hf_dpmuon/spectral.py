@@ -66,7 +66,7 @@ def newton_schulz(matrix: Tensor, *, steps: int = 5, coefficients: str = "keller
     tall = matrix.shape[-2] > matrix.shape[-1]
     X = (matrix.mT if tall else matrix).to(torch.float32, copy=True)
     shape = X.shape
-    X = X.reshape(-1, *shape[-2:])
+    X = X.flatten(0, -3) if X.ndim > 2 else X[None]
     norm = torch.linalg.matrix_norm(X, keepdim=True)
     X /= (table.safety * norm).clamp(min=TINY)
     for step in range(steps):
