@@ -28,13 +28,19 @@ Guarantees:
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.prv import (
+    Domain,
+    PoissonSubsampledGaussianPRV,
+    TruncatedPrivacyRandomVariable,
+    compose_heterogeneous,
+    discretize,
+)
 from opacus.accountants.analysis.rdp import compute_rdp
 from scipy.optimize import brentq
 from scipy.special import gammaln, log_ndtr, logsumexp
@@ -57,7 +63,7 @@ FloatArray = npt.NDArray[np.float64]
 # infimum over all orders.
 _QUARTERS = np.arange(5) / 4
 _LOWEST_BLOCK = -20  # order 1 + 1e-7, which serves an epsilon of about 1e8
-_HIGHEST_BLOCK = 14  # order 2**20, which serves an epsilon of about 1e-5
+_HIGHEST_BLOCK = 12  # order 258,048, which serves an epsilon of about 1e-4
 _LARGEST_OPACUS_ORDER = 1000  # above this the binomial coefficients in Opacus overflow
 
 # Opacus holds about 9 arrays of this many float64 at its peak: 150 megabytes, one second.
@@ -319,16 +325,40 @@ def _renyi_divergences(noise_multiplier: float, sample_rate: float, block: int) 
     )  # no subsampling: an upper bound, exact at q = 1
     if sample_rate == 1:
         return gaussian
-    if orders[-1] <= _LARGEST_OPACUS_ORDER:
-        divergences = np.asarray(
-            compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
-        )
-    else:
+    if orders[-1] > _LARGEST_OPACUS_ORDER:
         divergences = np.array(
             [_divergence_at_large_order(noise_multiplier, sample_rate, int(a)) for a in orders]
         )
+    elif noise_multiplier > 1:
+        divergences = _divergences_by_quadrature(noise_multiplier, sample_rate, orders)
+    else:
+        divergences = np.asarray(
+            compute_rdp(q=sample_rate, noise_multiplier=noise_multiplier, steps=1, orders=orders)
+        )
     bounded: FloatArray = np.clip(divergences, 0, gaussian)
     return bounded
+
+
+def _divergences_by_quadrature(
+    noise_multiplier: float, sample_rate: float, orders: FloatArray
+) -> FloatArray:
+    """Renyi divergences for noise s > 1: the trapezoidal rule on E[ratio(z)^order], z ~ N(0, s^2).
+
+    Opacus' series for a fractional order takes up to e^15 terms there when q is near 1/2. The
+    integrand is analytic in a strip of half-width pi s^2, so that the rule's error is below e^-79,
+    and its mass lies within 12 s of [0, order].
+    """
+    s = noise_multiplier
+    h = s / 4
+    orders = orders[:, None]
+    z = np.arange(-12 * s, orders.max() + 12 * s, h)
+    log_ratio = np.logaddexp(
+        math.log1p(-sample_rate), math.log(sample_rate) + (2 * z - 1) / (2 * s**2)
+    )
+    log_density = -((z / s) ** 2) / 2 + math.log(h / (s * math.sqrt(2 * math.pi)))
+    log_moments = logsumexp(orders * log_ratio + log_density, axis=1)
+    divergences: FloatArray = log_moments / (orders[:, 0] - 1)
+    return divergences
 
 
 def _divergence_at_large_order(noise_multiplier: float, sample_rate: float, order: int) -> float:
@@ -389,30 +419,48 @@ def _prv_bound(mechanisms: tuple[SampledGaussian, ...], delta: float) -> Epsilon
 def _composed_epsilon(
     mechanisms: Sequence[SampledGaussian], delta: float, *, rdp_epsilon: float
 ) -> float:
-    """Opacus' PRV bound on a grid of bounded size; infinity where it cannot be computed."""
-    delta_error = delta / 1000  # Opacus' default
-    # PRV counts losses up to half_width, which is RDP's epsilon at a far smaller delta.
-    half_width = 3 + _rdp_epsilon(mechanisms, delta_error / 8)
+    """PRV bound on a grid of bounded size; infinity where it cannot be computed.
+
+    The same computation as Opacus' ``PRVAccountant``, from its parts: that class takes the range of
+    losses from Opacus' RDP accountant, whose time is not bounded, and a fixed error of 0.01.
+    """
+    delta_error = delta / 1000
     steps = sum(event.steps for event in mechanisms)
+    # Gopi et al. 2021, remark 5.6: losses beyond half_width are rarer than delta_error.
+    half_width = 3 + max(
+        _rdp_epsilon(mechanisms, delta_error / 4),
+        *(
+            _rdp_epsilon([replace(event, steps=1)], delta_error / (8 * steps))
+            for event in mechanisms
+        ),
+    )
     points_per_error = 2 * half_width * math.sqrt(steps * math.log(12 / delta_error) / 2)
     epsilon_error = max(
         _PRV_EPSILON_ERROR * min(1.0, rdp_epsilon), points_per_error / _MAX_PRV_POINTS
     )
-    rounding = np.finfo(np.float64).eps * points_per_error / epsilon_error
+    num_points = points_per_error / epsilon_error
+    rounding = np.finfo(np.float64).eps * num_points
     if epsilon_error >= 1 or half_width > _LARGEST_PRV_LOSS or rounding > delta:
         return math.inf
-    accountant = PRVAccountant()
-    accountant.history = [(e.noise_multiplier, e.sample_rate, e.steps) for e in mechanisms]
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        # Opacus bounds the losses by RDP on its own short grid: looser, hence safe.
-        warnings.filterwarnings("ignore", message="Optimal order is the")
+    domain = Domain.create_aligned(-half_width, half_width, 2 * half_width / num_points)
+    with np.errstate(all="ignore"):  # logarithms of 0 at the edge of the support
         try:
-            epsilon = accountant.get_epsilon(
-                delta, eps_error=epsilon_error, delta_error=delta_error
-            )
+            losses = [
+                discretize(
+                    TruncatedPrivacyRandomVariable(
+                        PoissonSubsampledGaussianPRV(event.sample_rate, event.noise_multiplier),
+                        domain.t_min,
+                        domain.t_max,
+                    ),
+                    domain,
+                )
+                for event in mechanisms
+            ]
+            composed = compose_heterogeneous(losses, [event.steps for event in mechanisms])
+            _, _, epsilon = composed.compute_epsilon(delta, delta_error, epsilon_error)
         except (RuntimeError, ValueError):  # what Opacus raises when its grid does not resolve
             return math.inf
-    return float(epsilon) if math.isfinite(epsilon) else math.inf
+    return max(0.0, float(epsilon)) if math.isfinite(epsilon) else math.inf
 
 
 def _gaussian_epsilon(mean_shift: float, delta: float) -> float:

@@ -1,0 +1,344 @@
+"""Laws, oracles and known values of the privacy accounting."""
+
+import itertools
+import math
+import time
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from hf_dpmuon.accounting import (
+    EpsilonBound,
+    SampledGaussian,
+    _divergence_at_large_order,
+    _divergences_by_quadrature,
+    affordable_steps,
+    calibrate_noise_multiplier,
+    compute_epsilon,
+    epsilon_bound,
+    num_steps,
+    steps_per_epoch,
+)
+
+N = 50_000
+DELTA = 1e-5
+
+noise_multipliers = st.floats(0.3, 30)
+sample_rates = st.floats(1e-4, 1)
+step_counts = st.integers(1, 20_000)
+few = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def epsilon(sigma, q, steps, delta=DELTA, accountant="rdp"):
+    return compute_epsilon(
+        noise_multiplier=sigma, sample_rate=q, steps=steps, delta=delta, accountant=accountant
+    )
+
+
+def calibrate(target, q, steps, delta=DELTA, accountant="rdp"):
+    return calibrate_noise_multiplier(
+        target_epsilon=target,
+        target_delta=delta,
+        sample_rate=q,
+        steps=steps,
+        accountant=accountant,
+    )
+
+
+# Known values
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "sigma", "expected"),
+    [
+        (256, 9750, 0.88, 4.03),
+        (1024, 2400, 1.38, 4.00),
+        (4096, 600, 2.49, 4.00),
+        (256, 9750, 0.85, 4.37),
+        (1024, 2400, 1.32, 4.28),
+        (4096, 600, 2.35, 4.30),
+    ],
+)
+def test_rdp_reproduces_the_published_epsilons(batch, steps, sigma, expected):
+    assert round(epsilon(sigma, batch / N, steps), 2) == expected
+
+
+@pytest.mark.parametrize(("batch", "steps", "sigma"), [(256, 9750, 0.85), (4096, 600, 2.35)])
+def test_prv_meets_epsilon_4_at_the_papers_prv_sigmas(batch, steps, sigma):
+    assert epsilon(sigma, batch / N, steps, accountant="prv") == pytest.approx(4, rel=0.01)
+
+
+# Oracles
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps"), [(0.88, 0.00512, 9750), (2.0, 0.3, 100)])
+def test_equals_opacus_where_the_grid_agrees(sigma, q, steps):
+    rdp, prv = RDPAccountant(), PRVAccountant()
+    rdp.history = prv.history = [(sigma, q, steps)]
+    assert epsilon(sigma, q, steps) == pytest.approx(rdp.get_epsilon(DELTA), rel=1e-12)
+    # Our longer grid of orders may narrow the range of losses, so the meshes differ a little.
+    assert epsilon(sigma, q, steps, accountant="prv") == pytest.approx(
+        prv.get_epsilon(DELTA), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("order", [2, 63, 700])
+def test_divergence_at_a_large_order_equals_opacus(order):
+    expected = compute_rdp(q=0.01, noise_multiplier=8.0, steps=1, orders=[order])[0]
+    assert _divergence_at_large_order(8.0, 0.01, order) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("sigma", [1.01, 3.0, 50.0])
+@pytest.mark.parametrize("q", [1e-3, 0.3, 0.99])
+def test_divergences_by_quadrature_equal_opacus(sigma, q):
+    orders = np.array([1.01, 1.5, 2.0, 7.3, 63.0, 500.0])
+    expected = compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=orders)
+    ours = _divergences_by_quadrature(sigma, q, orders)
+    assert ours == pytest.approx(expected, rel=1e-8, abs=1e-10)
+
+
+@few
+@given(noise_multipliers, st.integers(1, 1000))
+def test_rdp_without_subsampling_is_close_to_its_closed_form(sigma, steps):
+    """At q = 1 the curve is rho * order; a dense search finds its infimum over real orders."""
+    rho = steps / (2 * sigma**2)
+    orders = 1 + np.logspace(-7, 6, 20_001)
+    bounds = (
+        rho * orders - (math.log(DELTA) + np.log(orders)) / (orders - 1) + np.log1p(-1 / orders)
+    )
+    best = max(0.0, float(bounds.min()))
+    assert best * (1 - 1e-6) <= epsilon(sigma, 1.0, steps) <= best * 1.07 + 1e-9
+
+
+@few
+@given(noise_multipliers, st.integers(1, 1000))
+def test_prv_without_subsampling_is_the_exact_gaussian_trade_off(sigma, steps):
+    mu = math.sqrt(steps) / sigma
+    bound = epsilon_bound([SampledGaussian(sigma, 1.0, steps)], delta=DELTA, accountant="prv")
+    e = bound.epsilon
+    log_second = e + norm.logcdf(-mu / 2 - e / mu)
+    delta = norm.cdf(mu / 2 - e / mu) - math.exp(log_second)
+    assert bound.accountant == "prv"
+    assert delta == pytest.approx(DELTA, rel=1e-3) or (e == 0 and delta <= DELTA)
+
+
+def test_prv_composes_a_full_draw_with_subsampled_ones():
+    full, part = SampledGaussian(5.0, 1.0, 3), SampledGaussian(1.0, 0.01, 500)
+    together = epsilon_bound([full, part], delta=DELTA, accountant="prv")
+    assert together.accountant == "prv"
+    for alone in (full, part):
+        assert together.epsilon > epsilon_bound([alone], delta=DELTA, accountant="prv").epsilon
+
+
+# Laws of the bound
+
+
+@few
+@given(noise_multipliers, sample_rates, step_counts)
+def test_epsilon_is_monotone(sigma, q, steps):
+    base = epsilon(sigma, q, steps)
+    slack = 1e-6 * (1 + base)
+    assert math.isfinite(base)
+    assert epsilon(sigma, q, 2 * steps) >= base - slack
+    assert epsilon(1.1 * sigma, q, steps) <= base + slack
+    assert epsilon(sigma, q / 1.1, steps) <= base + slack
+
+
+def test_doubling_the_steps_or_halving_the_noise_costs_more():
+    assert epsilon(1.0, 0.01, 2000) > 1.1 * epsilon(1.0, 0.01, 1000)
+    assert epsilon(1.0, 0.01, 1000) > 1.5 * epsilon(2.0, 0.01, 1000)
+    assert epsilon(1.0, 0.02, 1000) > 1.5 * epsilon(1.0, 0.01, 1000)
+
+
+@few
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.7, 1.3, 4.0]), st.sampled_from([0.01, 0.2, 1.0])),
+        min_size=1,
+        max_size=6,
+    ),
+    st.integers(1, 50),
+)
+def test_composition_does_not_depend_on_how_events_are_split_or_ordered(mechanisms, steps):
+    whole = [SampledGaussian(*m, steps) for m in mechanisms]
+    pieces = [SampledGaussian(*m) for m in mechanisms * steps]
+    assert epsilon_bound(whole, delta=DELTA) == epsilon_bound(pieces, delta=DELTA)
+    backwards = epsilon_bound(whole[::-1], delta=DELTA).epsilon
+    assert backwards == pytest.approx(epsilon_bound(whole, delta=DELTA).epsilon, rel=1e-12)
+
+
+@settings(few, max_examples=8)
+@given(noise_multipliers, sample_rates, st.integers(1, 500))
+def test_prv_is_never_above_rdp(sigma, q, steps):
+    assert epsilon(sigma, q, steps, accountant="prv") <= epsilon(sigma, q, steps)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant):
+    assert epsilon_bound([], delta=DELTA, accountant=accountant) == EpsilonBound(0.0, accountant)
+    assert epsilon(1.0, 0.1, 0, accountant=accountant) == 0
+    assert epsilon(0.0, 0.1, 0, accountant=accountant) == 0
+    assert epsilon(0.0, 0.1, 1, accountant=accountant) == math.inf
+
+
+# The ends of the grid
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps"), [(20, 1e-3, 10), (0.4, 0.01, 1000), (0.05, 1, 9000)]
+)
+def test_orders_are_extended_past_both_ends_without_a_warning(sigma, q, steps):
+    opacus = RDPAccountant()
+    opacus.history = [(sigma, q, steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        short_grid = opacus.get_epsilon(DELTA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = epsilon(sigma, q, steps)
+        epsilon(sigma, q, steps, accountant="prv")
+    assert 0 < ours <= short_grid
+    if sigma != 0.4:
+        assert ours < 0.95 * short_grid
+    values = [epsilon(sigma, q, t) for t in range(1, 4 * steps, max(1, steps // 5))]
+    assert all(a < b for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps"),
+    [(0.05, 0.5, 10**6), (1e-3, 0.1, 10), (1e6, 1e-6, 1), (1e6, 0.5, 9)],
+)
+def test_extreme_mechanisms_are_bounded_in_time(sigma, q, steps, accountant):
+    start = time.process_time()
+    assert epsilon(sigma, q, steps, accountant=accountant) >= 0
+    assert time.process_time() - start < 20
+
+
+def test_prv_falls_back_to_rdp_and_says_so():
+    too_wide = epsilon_bound([SampledGaussian(0.05, 0.5, 1000)], delta=DELTA, accountant="prv")
+    too_fine = epsilon_bound([SampledGaussian(1.0, 0.01, 10**6)], delta=1e-13, accountant="prv")
+    fits = epsilon_bound([SampledGaussian(1.0, 0.01, 1000)], delta=DELTA, accountant="prv")
+    assert [b.accountant for b in (too_wide, too_fine, fits)] == ["rdp", "rdp", "prv"]
+    assert too_wide.epsilon == epsilon(0.05, 0.5, 1000)
+
+
+def test_asking_at_every_step_is_cheap():
+    epsilon(1.1, 0.01, 1)
+    start = time.process_time()
+    for steps in range(2000):
+        epsilon(1.1, 0.01, steps)
+    assert (time.process_time() - start) / 2000 < 1e-3
+
+
+# Calibration
+
+
+@few
+@given(st.floats(0.05, 50), st.floats(1e-3, 1), st.integers(1, 5000))
+def test_calibration_meets_the_budget_and_uses_it_up(target, q, steps):
+    sigma = calibrate(target, q, steps)
+    assert 0.995 * target <= epsilon(sigma, q, steps) <= target
+    assert float(f"{sigma:.5e}") == sigma
+
+
+@pytest.mark.parametrize("target", [1e-2, 1e3, 1e6])
+@pytest.mark.parametrize(("q", "steps"), [(0.02, 1200), (1.0, 60)])
+def test_calibration_to_extreme_budgets(target, q, steps):
+    assert 0.995 * target <= epsilon(calibrate(target, q, steps), q, steps) <= target
+
+
+@pytest.mark.parametrize(("target", "q", "steps"), [(3, 0.02, 500), (8, 1.0, 60), (1000, 0.02, 50)])
+def test_prv_calibration(target, q, steps):
+    sigma = calibrate(target, q, steps, accountant="prv")
+    assert 0.995 * target <= epsilon(sigma, q, steps, accountant="prv") <= target
+    assert sigma <= calibrate(target, q, steps)
+
+
+@pytest.mark.parametrize(("target", "q", "steps"), [(4, 0.02048, 2400), (3, 1.0, 60), (0.5, 1, 1)])
+def test_calibration_agrees_with_a_root_finder(target, q, steps):
+    root = brentq(lambda s: epsilon(s, q, steps) - target, 0.1, 1000)
+    assert calibrate(target, q, steps) == pytest.approx(root, rel=0.01)
+
+
+def test_a_budget_below_reach_is_refused_with_the_smallest_one():
+    with pytest.raises(ValueError, match=r"target_epsilon=1e-09 must be at least \d"):
+        calibrate(1e-9, 0.5, 1000, delta=1e-12)
+
+
+# Steps
+
+
+def test_an_epoch_of_rate_one_over_n_has_n_steps():
+    assert all(steps_per_epoch(1 / n) == n for n in range(1, 5000))
+    assert [steps_per_epoch(b / 1000) for b in (300, 1000, 999, 64)] == [3, 1, 1, 16]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rate", "steps"), [(3, 0.3, 9), (50, 1 / 93, 4650), (0.5, 0.2, 3), (0, 0.2, 0)]
+)
+def test_num_steps(epochs, rate, steps):
+    assert num_steps(num_epochs=epochs, sample_rate=rate) == steps
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_affordable_steps_are_the_most_that_fit(accountant):
+    past = [SampledGaussian(1.0, 0.02, 100)]
+
+    def cost(steps):
+        events = [*past, SampledGaussian(1.5, 0.02, steps)]
+        return epsilon_bound(events, delta=DELTA, accountant=accountant).epsilon
+
+    def affordable(target, limit):
+        return affordable_steps(
+            past,
+            noise_multiplier=1.5,
+            sample_rate=0.02,
+            target_epsilon=target,
+            delta=DELTA,
+            accountant=accountant,
+            limit=limit,
+        )
+
+    most = affordable(3.0, 2000)
+    assert 0 < most < 2000
+    assert cost(most) <= 3.0 < cost(most + 1)
+    assert affordable(3.0, 10) == 10
+    assert affordable(cost(0) / 2, 100) == 0
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0 must be a finite number >= 0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier=nan"),
+        ({"sample_rate": 0.0}, r"sample_rate=0.0 must be in \(0, 1\]"),
+        ({"sample_rate": 1.5}, r"sample_rate=1.5 must be in \(0, 1\]"),
+        ({"steps": -1}, "steps=-1 must be a whole number >= 0"),
+        ({"delta": 1.0}, r"delta=1.0 must be in \(0, 1\)"),
+        ({"accountant": "gdp"}, "accountant='gdp' must be 'rdp' or 'prv'"),
+    ],
+)
+def test_values_outside_their_range_are_named(change, message):
+    legal = {"noise_multiplier": 1.0, "sample_rate": 0.1, "steps": 5, "delta": DELTA}
+    with pytest.raises(ValueError, match=message):
+        compute_epsilon(**(legal | change))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0.0, 0.1, 5), "target_epsilon=0.0"), ((1.0, 0.1, 0), "steps=0 must be >= 1")],
+)
+def test_calibration_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(*arguments)
