@@ -232,7 +232,7 @@ def test_a_missing_line_is_refused(path, number):
 def test_an_edited_ledger_is_refused(path, edit):
     write(path, [event(i) for i in range(1, 5)])
     path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True))))
-    with pytest.raises(ValueError, match="line . of"):
+    with pytest.raises(ValueError, match=r"line . of"):
         PrivacyLedger.load(path)
 
 
