@@ -290,6 +290,8 @@ def test_a_saved_model_loads_in_its_own_library(
     if kind == "timm_vit":
         again = timm.create_model(f"local-dir:{folder}", pretrained=True)
         assert again.pretrained_cfg["label_names"] == ["x", "y"]
+        assert again.pretrained_cfg["crop_mode"] == "squash"  # no edge cut away, as in training
+        assert again.pretrained_cfg["crop_pct"] == 1
     else:
         again, info = AutoModelForImageClassification.from_pretrained(
             folder, output_loading_info=True
