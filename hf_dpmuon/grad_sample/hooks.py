@@ -1,19 +1,10 @@
-"""Per-sample gradients for every trainable parameter of a vision transformer.
+"""The reference engine: Opacus' hooks, one stored gradient per sample and parameter.
 
-Receives a plain model; returns it wrapped so that one backward pass of a *summed* loss leaves, for
-each trainable parameter, what the privacy mechanism needs: the norm of every sample's gradient and
-sums of those gradients under weights that the mechanism chooses.
-
-Per-sample gradients come from Opacus' ``GradSampleModule``. It hooks leaf layers, and hands a
-composite module that owns a parameter itself (a class token, a position table) to ``torch.func``
-whole, which is slow and fails on dropout. Here such a *bare* parameter is expanded along the batch
-before its owner's forward reads it, so that autograd itself yields one gradient per sample, through
-dropout and whatever else follows. Layers with a parameter of their own that scales channels get a
-registered grad sampler.
-
-Guarantees:
-    A trainable parameter either has a gradient per sample, or was not on the path of this forward
-    pass (its gradients are zero), or an error names it. The raw gradient of autograd is dropped.
+Opacus hooks leaf layers, and hands a composite module that owns a parameter itself (a class token,
+a position table) to ``torch.func`` whole, which is slow and fails on dropout. Here such a *bare*
+parameter is expanded along the batch before its owner's forward reads it, so that autograd itself
+yields one gradient per sample, through dropout and whatever else follows. Layers with a parameter
+of their own that scales channels get a registered grad sampler.
 """
 
 from __future__ import annotations
@@ -24,9 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from opacus.grad_sample import GradSampleModule, register_grad_sampler
+from opacus.grad_sample import register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
+
+from hf_dpmuon.grad_sample.engine import PerSampleEngine, add_weighted, at_least_float32
 
 __all__ = ["HooksGradSampleModule"]
 
@@ -49,27 +42,26 @@ def _channel_scale_grad_sample(
     return {scale: product.flatten(1, -2).sum(1) if product.dim() > 2 else product}
 
 
-class HooksGradSampleModule(GradSampleModule):  # type: ignore[misc]
-    """The reference engine: Opacus' hooks, one stored gradient per sample and parameter.
+class HooksGradSampleModule(PerSampleEngine):
+    """Per-sample gradients as Opacus computes them.
 
-    Backpropagate the loss *summed* over the batch, then read ``per_sample_norms`` and
-    ``add_weighted_sum``, then ``discard``.
+    Slow and memory-hungry but plain: what the other engines must equal.
 
     Args:
-        model: The plain classifier; it keeps its class and its state-dict keys.
+        model: The plain classifier, in training mode.
+        passes: Forward passes of a physical batch that one release consumes, at most.
 
     Raises:
         NotImplementedError: If a trainable layer has buffers (as BatchNorm does).
         ValueError: If a composite module owns a parameter that no rule covers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, passes: int = 1) -> None:
         self._bare: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._bare_handles: list[torch.utils.hooks.RemovableHandle] = []
         for kind in {type(m) for m in model.modules() if type(m).__name__ in CHANNEL_SCALES}:
             register_grad_sampler(kind)(_channel_scale_grad_sample)
-        super().__init__(model, loss_reduction="sum", strict=True)
-        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        super().__init__(model, passes=passes)
         self._reject_uncovered()
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
@@ -105,15 +97,15 @@ class HooksGradSampleModule(GradSampleModule):  # type: ignore[misc]
     def _restore(self, module: nn.Module, _args: Any, _output: Any) -> None:
         module._parameters.update(self._bare[module])
 
-    @staticmethod
-    def _collect(parameter: nn.Parameter, gradient: Tensor) -> None:
-        grad_sample = gradient.detach().unsqueeze(1)
-        if parameter.grad_sample is not None:  # a second forward of the owner in this pass
-            grad_sample = parameter.grad_sample + grad_sample
-        parameter.grad_sample = grad_sample
+    def _collect(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        row_gradient = gradient.detach().unsqueeze(1)
+        if parameter.grad_sample is None:
+            parameter.grad_sample = row_gradient
+        else:  # another forward of the owner, in this pass or in another one
+            parameter.grad_sample = parameter.grad_sample + row_gradient
 
     def _reject_uncovered(self) -> None:
-        owners = {id(p): name for name, p in self._names.items()}
+        owners = {id(p): name for name, p in self._trainable.items()}
         bad = [
             f"{owners[id(p)]} {tuple(p.shape)}"
             for owned in self._bare.values()
@@ -134,63 +126,41 @@ class HooksGradSampleModule(GradSampleModule):  # type: ignore[misc]
         self._bare_handles.clear()
         super().remove_hooks()
 
-    def _taken(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        for name, parameter in self._names.items():
-            grad_sample = parameter.grad_sample
-            if isinstance(grad_sample, list):
-                raise RuntimeError(
-                    f"{name} holds per-sample gradients of more than one backward pass; call "
-                    "discard() between them."
-                )
-            if grad_sample is not None:
-                yield name, parameter, grad_sample
-            elif parameter.grad is not None:
+    def _taken(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients of the units, (U, *shape), by name of a reached parameter."""
+        for name, parameter in self._trainable.items():
+            passes = parameter.grad_sample
+            if passes is None and parameter.grad is not None:
                 raise RuntimeError(
                     f"{name} received a gradient but no per-sample gradients, so it cannot be "
-                    "clipped; its layer was used outside its own forward()."
+                    "clipped: its layer was used outside its own forward(), or is in eval mode."
                 )
+            if isinstance(passes, list):
+                if len(passes) > self.passes:
+                    raise RuntimeError(
+                        f"{name} holds per-sample gradients of {len(passes)} backward passes, not "
+                        f"of {self.passes}; call discard() between releases."
+                    )
+                passes = torch.stack(passes).sum(0)
+            if passes is not None:
+                yield name, self._sum_rows(at_least_float32(passes))
 
-    def per_sample_norms(self) -> dict[str, Tensor]:
-        """Norm of each sample's gradient, per parameter reached by the last backward pass.
-
-        Returns:
-            For each reached parameter, by name, a float32 tensor of shape (B,).
-
-        Raises:
-            RuntimeError: If a parameter has a gradient but no per-sample gradients, or batch sizes
-                disagree.
-        """
-        norms = {
-            name: torch.linalg.vector_norm(grad_sample.flatten(1), dim=1, dtype=torch.float32)
-            for name, _, grad_sample in self._taken()
-        }
+    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+        norms = {name: gradient.flatten(1).norm(dim=1) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:
             sizes = {name: len(norm) for name, norm in norms.items()}
             raise RuntimeError(f"per-sample gradients disagree on the batch size: {sizes}.")
         return norms
 
-    def add_weighted_sum(
+    def add_weighted_sum(  # noqa: D102
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
-        """Add ``sum_i weights[name][i] * gradient_i`` to ``into[name]``, for reached parameters.
+        for name, gradient in self._taken():
+            add_weighted(gradient, weights[name], into=into[name])
 
-        Args:
-            weights: For each reached parameter, float32 of shape (B,).
-            into: For each trainable parameter, a float32 tensor of the parameter's shape.
-
-        Guarantees:
-            A sample of weight 0 contributes exactly zero, even where its gradient is not finite.
-        """
-        for name, _, grad_sample in self._taken():
-            weight = weights[name]
-            samples = grad_sample.flatten(1).float()
-            if not bool(weight.all()):
-                samples = torch.where(weight[:, None] != 0, samples, 0.0)
-            into[name].view(-1).addmv_(samples.T, weight)
-
-    def discard(self) -> None:
-        """Drop all per-sample and raw gradients, and whatever an unfinished pass left behind."""
-        for parameter in self._names.values():
+    def discard(self) -> None:  # noqa: D102
+        self.set_units(None, 0)
+        for parameter in self._trainable.values():
             parameter.grad = None
             parameter.grad_sample = None
             parameter._forward_counter = 0  # type: ignore[attr-defined]

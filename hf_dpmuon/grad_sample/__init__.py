@@ -1,0 +1,11 @@
+"""Per-sample gradients for every trainable parameter of a vision transformer.
+
+Receives a plain model; returns it wrapped in a `PerSampleEngine`, so that a backward pass of the
+*summed* loss leaves, for each trainable parameter, what the privacy mechanism needs: the norm of
+every privacy unit's gradient, and sums of those gradients under weights that the mechanism chooses.
+"""
+
+from hf_dpmuon.grad_sample.engine import PerSampleEngine
+from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
+
+__all__ = ["HooksGradSampleModule", "PerSampleEngine"]

@@ -1,0 +1,108 @@
+"""What every engine of per-sample gradients offers to the mechanism and the trainer.
+
+Receives a plain model and, before a forward pass, to which privacy unit each row of the batch
+belongs. Returns, after a backward pass of the *summed* loss, norms of the units' gradients and
+weighted sums of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+
+__all__ = ["PerSampleEngine"]
+
+
+class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
+    """A model wrapped so that each privacy unit's gradient can be clipped before it is summed.
+
+    Per physical batch: ``set_units`` where a unit owns several rows; ``passes`` times a forward
+    pass through the engine and a backward pass of its loss summed over rows; ``per_sample_norms``;
+    ``add_weighted_sum``; ``discard``. The gradients of the passes, and of the rows of a unit, add
+    up before a norm is taken.
+
+    Args:
+        model: The plain classifier in training form; it keeps its class and state-dict keys.
+        passes: Forward passes of a physical batch that one release consumes, at most.
+
+    Guarantees:
+        The gradient of a trainable parameter is either reported per unit, or zero since this
+        pass did not reach it, or an error names the parameter. No ``p.grad`` outlives ``discard``.
+    """
+
+    def __init__(self, model: nn.Module, *, passes: int = 1) -> None:
+        self.passes = passes
+        self._unit_of_row: Tensor | None = None
+        self._num_units = 0
+        super().__init__(model, loss_reduction="sum", strict=True)
+        self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def set_units(self, unit_of_row: Tensor | None, num_units: int) -> None:
+        """Say which unit owns each row, from the next forward pass to ``discard``.
+
+        Args:
+            unit_of_row: int64 of shape (B,), values in [0, num_units); None if row i is unit i.
+            num_units: U, the number of units in this physical batch.
+        """
+        self._unit_of_row = unit_of_row
+        self._num_units = num_units
+
+    @abstractmethod
+    def per_sample_norms(self) -> dict[str, Tensor]:
+        """Norm of each unit's gradient, per parameter reached by the last passes.
+
+        Returns:
+            For each reached parameter, by name, at least float32, of shape (U,).
+
+        Raises:
+            RuntimeError: If a parameter has a gradient that is not known per unit, or more passes
+                than ``passes`` were taken.
+        """
+
+    @abstractmethod
+    def add_weighted_sum(
+        self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
+    ) -> None:
+        """Add ``sum_u weights[name][u] * gradient_u`` to ``into[name]``, for reached parameters.
+
+        Args:
+            weights: For each reached parameter, of shape (U,).
+            into: For each trainable parameter, a tensor of its shape, at least float32.
+
+        Guarantees:
+            A unit of weight 0 contributes exactly zero, even where its gradient is not finite.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop all gradients, the units, and whatever an unfinished or foreign pass left."""
+
+    def _sum_rows(self, gradient_rows: Tensor) -> Tensor:
+        """(B, ...) per row to (U, ...) per unit."""
+        if self._unit_of_row is None:
+            return gradient_rows
+        units = gradient_rows.new_zeros(self._num_units, *gradient_rows.shape[1:])
+        return units.index_add_(0, self._unit_of_row, gradient_rows)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return ``x``, or its float32 form where it is narrower."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor) -> None:
+    """Add ``sum_u weights[u] samples[u]`` to ``into``; where a weight is 0, exactly nothing.
+
+    Args:
+        samples: (U, *shape).
+        weights: (U,).
+        into: (*shape), contiguous.
+    """
+    flat = samples.flatten(1)  # (U, P)
+    if not bool(weights.all()):
+        flat = torch.where(weights[:, None] != 0, flat, 0.0)
+    into.view(-1).add_(flat.T.mv(weights.to(flat.dtype)))
