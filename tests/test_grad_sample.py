@@ -18,10 +18,15 @@ from per_sample_oracle import (
 )
 from torch import Tensor, nn
 
-from hf_dpmuon.grad_sample import HooksGradSampleModule
+from hf_dpmuon.grad_sample import (
+    BookKeepingGradSampleModule,
+    GhostGradSampleModule,
+    HooksGradSampleModule,
+    PerSampleEngine,
+)
 
-ENGINES = [HooksGradSampleModule]
-Engine = type[HooksGradSampleModule]
+ENGINES = [HooksGradSampleModule, BookKeepingGradSampleModule, GhostGradSampleModule]
+Engine = type[PerSampleEngine]
 all_engines = pytest.mark.parametrize("engine_class", ENGINES)
 all_models = pytest.mark.parametrize("factory", TINY_MODELS.values(), ids=TINY_MODELS.keys())
 

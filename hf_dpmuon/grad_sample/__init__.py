@@ -5,7 +5,13 @@ Receives a plain model; returns it wrapped in a `PerSampleEngine`, so that a bac
 every privacy unit's gradient, and sums of those gradients under weights that the mechanism chooses.
 """
 
+from hf_dpmuon.grad_sample.bookkeeping import BookKeepingGradSampleModule, GhostGradSampleModule
 from hf_dpmuon.grad_sample.engine import PerSampleEngine
 from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
 
-__all__ = ["HooksGradSampleModule", "PerSampleEngine"]
+__all__ = [
+    "BookKeepingGradSampleModule",
+    "GhostGradSampleModule",
+    "HooksGradSampleModule",
+    "PerSampleEngine",
+]

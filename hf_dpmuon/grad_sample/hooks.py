@@ -90,14 +90,14 @@ class HooksGradSampleModule(PerSampleEngine):
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         for name, parameter in self._bare[module].items():
             expanded = parameter.expand(first.shape[0], *parameter.shape[1:])
-            expanded.register_hook(partial(self._collect, parameter))
+            expanded.register_hook(partial(self._collect, parameter))  # type: ignore[no-untyped-call]
             # Set past nn.Module's own check: a module attribute that is read as a parameter.
             module._parameters[name] = expanded  # type: ignore[assignment]
 
     def _restore(self, module: nn.Module, _args: Any, _output: Any) -> None:
         module._parameters.update(self._bare[module])
 
-    def _collect(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _collect(self, parameter: Any, gradient: Tensor) -> None:
         row_gradient = gradient.detach().unsqueeze(1)
         if parameter.grad_sample is None:
             parameter.grad_sample = row_gradient
@@ -128,7 +128,8 @@ class HooksGradSampleModule(PerSampleEngine):
 
     def _taken(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of the units, (U, *shape), by name of a reached parameter."""
-        for name, parameter in self._trainable.items():
+        parameters: dict[str, Any] = self._trainable  # with what Opacus hangs on them
+        for name, parameter in parameters.items():
             passes = parameter.grad_sample
             if passes is None and parameter.grad is not None:
                 raise RuntimeError(
@@ -160,14 +161,15 @@ class HooksGradSampleModule(PerSampleEngine):
 
     def discard(self) -> None:  # noqa: D102
         self.set_units(None, 0)
-        for parameter in self._trainable.values():
+        parameters: dict[str, Any] = self._trainable
+        for parameter in parameters.values():
             parameter.grad = None
             parameter.grad_sample = None
-            parameter._forward_counter = 0  # type: ignore[attr-defined]
+            parameter._forward_counter = 0
             if hasattr(parameter, "_current_grad_sample"):
                 del parameter._current_grad_sample
         for module in self.modules():
             if hasattr(module, "activations"):
-                module.activations.clear()  # type: ignore[operator, union-attr]
+                module.activations.clear()  # type: ignore[operator]
                 if hasattr(module, "max_batch_len"):
                     del module.max_batch_len

@@ -1,0 +1,134 @@
+"""The gradient of one parameter, per privacy unit, in the form that is cheapest to hold.
+
+Shape letters: U units, T tokens (all rows and positions of a unit), D inputs, P outputs.
+
+Where a weight multiplies tokens, unit u's gradient is sum_t g_ut a_ut^T. Its norm needs no (P, D)
+matrix per unit (Li et al. 2022, arXiv 2110.05679), and a weighted sum over units is one product of
+matrices (book-keeping, Bu et al. 2023, arXiv 2210.00038):
+
+    |sum_t g_t a_t^T|^2 = sum_ts (a_t . a_s) (g_t . g_s)
+    sum_u w_u sum_t g_ut a_ut^T = (w g)^T a, over all U T tokens at once
+
+The rows of a unit, and several uses of a weight, only make the token axis longer.
+"""
+
+# ruff: noqa: N803, N815 (names end in their shape letters)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_dpmuon.grad_sample.engine import add_weighted, at_least_float32
+
+__all__ = ["Contribution", "OuterProducts", "UnitGradients", "combine", "outer_products"]
+
+
+class Contribution(Protocol):
+    """Gradients of the units with respect to one parameter."""
+
+    def norms(self) -> Tensor:
+        """(U,), at least float32."""
+
+    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:
+        """Add the gradients under weights (U,); a weight of 0 adds exactly nothing."""
+
+    def gradients(self) -> Tensor:
+        """(U, *shape), at least float32."""
+
+
+@dataclass(frozen=True)
+class UnitGradients:
+    """The gradients themselves.
+
+    Attributes:
+        values_U: (U, *shape of the parameter).
+    """
+
+    values_U: Tensor
+
+    def norms(self) -> Tensor:  # noqa: D102
+        return _row_norms(self.values_U)
+
+    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:  # noqa: D102
+        add_weighted(self.values_U, weights, into=into)
+
+    def gradients(self) -> Tensor:  # noqa: D102
+        return self.values_U
+
+
+@dataclass(frozen=True)
+class OuterProducts:
+    """The gradients as the inputs and output gradients of the layer.
+
+    Attributes:
+        a_UTD: Inputs of the weight.
+        g_UTP: Gradients with respect to its outputs.
+        shape: Of the parameter, with P * D entries.
+    """
+
+    a_UTD: Tensor
+    g_UTP: Tensor
+    shape: torch.Size
+
+    def norms(self) -> Tensor:  # noqa: D102
+        a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
+        if a_UTD.shape[1] == 1:
+            return _row_norms(a_UTD) * _row_norms(g_UTP)
+        gram_UTT = torch.bmm(a_UTD, a_UTD.mT).mul_(torch.bmm(g_UTP, g_UTP.mT))
+        return gram_UTT.sum((1, 2)).clamp(min=0).sqrt()
+
+    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:  # noqa: D102
+        a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
+        w_U11 = weights.to(g_UTP.dtype)[:, None, None]
+        if not bool(weights.all()):
+            a_UTD = torch.where(w_U11 != 0, a_UTD, 0.0)
+            g_UTP = torch.where(w_U11 != 0, g_UTP, 0.0)
+        if a_UTD.shape[-1] < g_UTP.shape[-1]:
+            a_UTD = a_UTD * w_U11
+        else:
+            g_UTP = g_UTP * w_U11
+        into.view(g_UTP.shape[-1], -1).addmm_(
+            g_UTP.flatten(0, 1).T.to(into.dtype), a_UTD.flatten(0, 1).to(into.dtype)
+        )
+
+    def gradients(self) -> Tensor:  # noqa: D102
+        a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
+        return torch.bmm(g_UTP.mT, a_UTD).view(len(a_UTD), *self.shape)
+
+
+def _row_norms(x_U: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x_U.flatten(1), dim=1)
+    return norms
+
+
+def outer_products(a_UTD: Tensor, g_UTP: Tensor, shape: torch.Size) -> Contribution:
+    """Hold a weight's gradients in the cheaper form.
+
+    Gram matrices cost T^2 (D + P) multiplications and hold T (D + P) numbers a unit until the
+    weights are known; gradients cost no more multiplications than training without privacy, but
+    hold P D numbers and read them twice.
+    """
+    pair = OuterProducts(a_UTD, g_UTP, shape)
+    (_, num_tokens, inputs), outputs = a_UTD.shape, g_UTP.shape[-1]
+    if num_tokens * (inputs + outputs) <= inputs * outputs:
+        return pair
+    return UnitGradients(pair.gradients())
+
+
+def combine(uses: Sequence[Contribution]) -> Contribution:
+    """Add the gradients of all uses of one parameter."""
+    if len(uses) == 1:
+        return uses[0]
+    pairs = [use for use in uses if isinstance(use, OuterProducts)]
+    if len(pairs) == len(uses):
+        return outer_products(
+            torch.cat([pair.a_UTD for pair in pairs], 1),
+            torch.cat([pair.g_UTP for pair in pairs], 1),
+            pairs[0].shape,
+        )
+    return UnitGradients(torch.stack([use.gradients() for use in uses]).sum(0))

@@ -1,0 +1,538 @@
+"""Where a parameter meets the batch: the one place that decides its gradient per sample.
+
+A forward pass computes some tensors from parameters and constants alone (a position table that is
+interpolated, a relative position bias read from its table, a standardised weight); call them
+*derived*. Sooner or later one function takes a parameter, or a derived tensor, together with
+activations: a linear map, a convolution, a norm, an addition. What reaches the parameter through
+that call, per row of the batch, is all there is to know, whichever module made the call.
+
+`ParameterInterception` watches the functions of torch during a forward pass. Such a call computes
+its output from *detached* parameters, so that autograd computes no weight gradient, and its output
+passes a `_Tap`, which in the backward pass hands over the output's gradient and the inputs that the
+rule of that function needs.
+
+Shape letters: R rows (leading dimension of activations, k to a sample, sample by sample, as in
+windowed attention), B samples, T positions, C channels.
+
+Guarantees:
+    A parameter that meets the batch where this module does not look (a compiled or scripted
+    function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
+"""
+
+# ruff: noqa: N803 (names end in their shape letters)
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_dpmuon.grad_sample.contributions import Contribution, UnitGradients, outer_products
+from hf_dpmuon.grad_sample.engine import at_least_float32
+
+__all__ = ["ParameterInterception"]
+
+logger = logging.getLogger(__name__)
+
+Parameters = tuple[nn.Parameter, ...]
+Receive = Callable[..., None]
+
+# Functions in which each row of the output depends on the same row of every operand, once operands
+# of fewer dimensions are broadcast: a derived tensor may be expanded along the rows before them.
+ROW_BY_ROW = frozenset(
+    ["where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "pow", "__pow__"]
+    + ["cat", "concat", "scaled_dot_product_attention"]
+    + [f"__{r}{name}__" for name in ("add", "sub", "mul", "truediv") for r in ("", "r", "i")]
+    + [f"{name}{in_place}" for name in ("add", "sub", "mul", "div") for in_place in ("", "_")]
+    + ["rsub", "subtract", "multiply", "divide", "true_divide"]
+)
+EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to"})
+INDEXING = frozenset({"__getitem__", "index_select", "gather", "take"})
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; in the backward pass, ``receive(gradient, *saved)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, anchor: Tensor | None, receive: Receive, *saved: Tensor
+    ) -> Tensor:
+        ctx.receive = receive
+        ctx.save_for_backward(*saved)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.receive(gradient, *ctx.saved_tensors)
+        return gradient, None, None, *(None for _ in ctx.saved_tensors)
+
+
+def _tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
+    # Without a leaf that asks for gradients, autograd would not call the tap of the first layer.
+    anchor = None if output.requires_grad else output.new_zeros((), requires_grad=True)
+    tapped: Tensor = _Tap.apply(output, anchor, receive, *(x.detach() for x in saved))
+    return tapped
+
+
+class ParameterInterception(TorchFunctionMode):
+    """Reports the gradient of every use of a trainable parameter, per unit.
+
+    Args:
+        model: Its parameters that are trainable now are watched.
+        report: Called in the backward pass with a parameter and one use's gradients.
+        to_units: Sums (B, ...) over the rows of each unit.
+        unit_tokens: Lays (B, T, ...) out as (U, tokens of the unit, ...).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        report: Callable[[nn.Parameter, Contribution], None],
+        to_units: Callable[[Tensor], Tensor],
+        unit_tokens: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self.batch_size = 0
+        self._model = model
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._report = report
+        self._to_units = to_units
+        self._unit_tokens = unit_tokens
+        self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()  # derived tensor -> parameters
+        self._constants: set[int] = set()
+        self._warned: set[tuple[str, str]] = set()
+        self._rules: Mapping[Any, Callable[..., Tensor]] = {
+            F.linear: self._linear,
+            torch.matmul: self._matmul,
+            Tensor.matmul: self._matmul,
+            Tensor.__matmul__: self._matmul,
+            F.conv1d: self._convolution,
+            F.conv2d: self._convolution,
+            F.conv3d: self._convolution,
+            F.embedding: self._embedding,
+            F.layer_norm: self._norm,
+            F.rms_norm: self._norm,
+            F.group_norm: self._norm,
+            F.instance_norm: self._norm,
+        }
+
+    def begin(self, batch_size: int) -> None:
+        """Prepare for a forward pass over ``batch_size`` rows."""
+        self.batch_size = batch_size
+        self._constants = {id(buffer) for buffer in self._model.buffers()}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        operands = list(_tensors((*args, *kwargs.values())))
+        shared = [t for t in operands if self._is_shared(t)]
+        if not shared or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        name = func.__name__
+        if name in EXPANSIONS:
+            return self._expansion(func, args, kwargs)
+        batched = [] if name in INDEXING else [t for t in operands if self._is_batched(t)]
+        if not batched:
+            return self._derive(func, args, kwargs, shared)
+        if func in self._rules:
+            return self._rules[func](func, *args, **kwargs)
+        if name in ROW_BY_ROW or self.batch_size == 1:
+            return self._row_by_row(func, args, kwargs, batched)
+        return self._functorch(func, args, kwargs, shared, batched)
+
+    # ---- what a tensor is ----
+
+    def _is_shared(self, t: Tensor) -> bool:
+        return t.requires_grad and (
+            (isinstance(t, nn.Parameter) and t in self._names) or t in self._sources
+        )
+
+    def _is_batched(self, t: Tensor) -> bool:
+        is_constant = (
+            t.dim() == 0
+            or isinstance(t, nn.Parameter)
+            or id(t) in self._constants
+            or (t._base is not None and id(t._base) in self._constants)
+            or t in self._sources
+        )
+        return not is_constant and t.shape[0] > 0 and t.shape[0] % self.batch_size == 0
+
+    def _parameters_of(self, t: Tensor) -> Parameters:
+        return (t,) if isinstance(t, nn.Parameter) else self._sources[t]
+
+    def _derive(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], shared: Sequence[Tensor]
+    ) -> Any:
+        # Kept from activation checkpointing, which would forget these small graphs.
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            result = func(*args, **kwargs)
+        sources = tuple({p: None for t in shared for p in self._parameters_of(t)})
+        for t in _tensors((result,)):
+            if t.requires_grad and not isinstance(t, nn.Parameter):
+                self._sources[t] = sources
+        return result
+
+    # ---- from rows to parameters ----
+
+    def _samples(self, x_R: Tensor) -> Tensor:
+        """(R, ...) to (B, k, ...)."""
+        return x_R.view(self.batch_size, -1, *x_R.shape[1:])
+
+    def _report_rows(self, shared: Tensor, gradient_B: Tensor) -> None:
+        """Report a gradient (B, *shape) of a parameter, or through a derived tensor."""
+        self._report_units(shared, self._to_units(at_least_float32(gradient_B)))
+
+    def _report_units(self, shared: Tensor, gradient_U: Tensor) -> None:
+        if isinstance(shared, nn.Parameter):
+            self._report(shared, UnitGradients(gradient_U))
+            return
+        parameters = self._sources[shared]
+        gradients = torch.autograd.grad(
+            shared,
+            parameters,
+            gradient_U.to(shared.dtype),
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+        )
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                self._report(p, UnitGradients(at_least_float32(gradient)))
+
+    def _report_outer_products(self, weight: Tensor, a_BTD: Tensor, g_BTP: Tensor) -> None:
+        use = outer_products(self._unit_tokens(a_BTD), self._unit_tokens(g_BTP), weight.shape)
+        if isinstance(weight, nn.Parameter):
+            self._report(weight, use)
+        else:
+            self._report_units(weight, use.gradients())
+
+    # ---- one rule a function ----
+
+    def _linear(
+        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Of y_t = W a_t + b: W's gradient is sum_t g_t a_t^T, b's is sum_t g_t."""
+        weighs, shifts = self._is_shared(weight), bias is not None and self._is_shared(bias)
+
+        def receive(g_R: Tensor, *saved: Tensor) -> None:
+            g_BTP = g_R.reshape(self.batch_size, -1, g_R.shape[-1])
+            if bias is not None and shifts:
+                self._report_rows(bias, at_least_float32(g_BTP).sum(1))
+            for a_R in saved:
+                a_BTD = a_R.reshape(self.batch_size, -1, a_R.shape[-1])
+                self._report_outer_products(weight, a_BTD, g_BTP)
+
+        output = func(input, _detached(weight, weighs), _detached(bias, shifts))
+        return _tap(output, receive, *([input] if weighs else []))
+
+    def _matmul(self, func: Any, input: Tensor, other: Tensor) -> Tensor:
+        """Activations times a shared matrix are a linear map."""
+        if self._is_batched(input) and self._is_shared(other) and other.dim() == 2:
+            transposed = self._derive(Tensor.t, (other,), {}, [other])
+            return self._linear(F.linear, input, transposed)
+        operands = (input, other)
+        batched = [t for t in operands if self._is_batched(t)]
+        shared = [t for t in operands if self._is_shared(t)]
+        return self._functorch(func, operands, {}, shared, batched)
+
+    def _convolution(
+        self,
+        func: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        """Cut into patches, a convolution is a linear map; if they overlap, one group a sample."""
+        weighs, shifts = self._is_shared(weight), bias is not None and self._is_shared(bias)
+        kernel = weight.shape[2:]
+        stride, dilation = _each(stride, kernel), _each(dilation, kernel)
+        if padding == "same":
+            input = F.pad(input, _same_padding(kernel, dilation))
+        padding = _each(0 if isinstance(padding, str) else padding, kernel)
+        tiles = (
+            stride == tuple(kernel) and groups == 1 and not any(padding) and set(dilation) == {1}
+        )
+
+        def receive(g_R: Tensor, *saved: Tensor) -> None:
+            if bias is not None and shifts:
+                self._report_rows(
+                    bias, self._samples(at_least_float32(g_R).flatten(2).sum(2)).sum(1)
+                )
+            for x_R in saved:
+                if tiles:
+                    a_BTD = self._samples(_tiles(x_R, kernel)).flatten(1, 2)
+                    g_BTP = self._samples(g_R.flatten(2).mT).flatten(1, 2)
+                    self._report_outer_products(weight, a_BTD, g_BTP)
+                else:
+                    gradient_R = _convolution_weight_gradients(
+                        x_R, g_R, weight.shape, stride, padding, dilation, groups
+                    )
+                    self._report_rows(weight, self._samples(gradient_R).sum(1))
+
+        output = func(
+            input,
+            _detached(weight, weighs),
+            _detached(bias, shifts),
+            stride,
+            padding,
+            dilation,
+            groups,
+        )
+        return _tap(output, receive, *([input] if weighs else []))
+
+    def _embedding(
+        self,
+        func: Any,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """Row v of the table collects the gradients of the tokens whose index is v."""
+        if max_norm is not None or scale_grad_by_freq:
+            raise NotImplementedError(
+                f"{self._named(weight)}: an embedding with max_norm or scale_grad_by_freq looks at "
+                "the whole batch; set neither."
+            )
+
+        def receive(g_R: Tensor, index_R: Tensor) -> None:
+            index_BT = index_R.reshape(self.batch_size, -1)
+            g_BTC = at_least_float32(g_R).reshape(*index_BT.shape, -1)
+            if padding_idx is not None:
+                padded = index_BT == padding_idx % len(weight)
+                g_BTC = g_BTC.masked_fill(padded[..., None], 0.0)
+            gradient = g_BTC.new_zeros(self.batch_size, *weight.shape)
+            target = index_BT[..., None].expand_as(g_BTC)
+            self._report_rows(weight, gradient.scatter_add_(1, target, g_BTC))
+
+        return _tap(func(input, weight.detach()), receive, input)
+
+    def _norm(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Scale times normalised x, plus shift: g * normalised x, and g, over positions."""
+        call = dict(zip(_NORM_ARGUMENTS[func], args), **kwargs)  # noqa: B905 # the rest is default
+        scale, shift = call.pop("weight", None), call.pop("bias", None)
+        input = call.pop("input")
+        scales = scale is not None and self._is_shared(scale)
+        shifts = shift is not None and self._is_shared(shift)
+        parameter_dims = scale.dim() if scale is not None else shift.dim()
+        channels_last = func in (F.layer_norm, F.rms_norm)
+
+        def per_sample(g_R: Tensor) -> Tensor:
+            if channels_last:
+                shape = g_R.shape[g_R.dim() - parameter_dims :]
+                return g_R.reshape(self.batch_size, -1, *shape).sum(1)
+            return self._samples(g_R.reshape(*g_R.shape[:2], -1).sum(2)).sum(1)
+
+        def receive(g_R: Tensor, *saved: Tensor) -> None:
+            g_R = at_least_float32(g_R)
+            if shifts:
+                self._report_rows(shift, per_sample(g_R))
+            for x_R in saved:
+                normalised = func(x_R.to(g_R.dtype), **call)
+                self._report_rows(scale, per_sample(normalised.mul_(g_R)))
+
+        affine = {
+            name: _detached(p, is_shared)
+            for name, p, is_shared in (("weight", scale, scales), ("bias", shift, shifts))
+            if p is not None
+        }
+        return _tap(func(input, **call, **affine), receive, *([input] if scales else []))
+
+    def _row_by_row(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batched: Sequence[Tensor]
+    ) -> Any:
+        """Expanded along the rows, a shared tensor gets one gradient a row from autograd."""
+        widest = max(batched, key=Tensor.dim)
+        return _call(func, args, kwargs, partial(self._expanded, like=widest.shape))
+
+    def _expansion(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Expansion to the size of the batch is where a token meets it."""
+        shared, *rest = args
+        shape = func(shared.detach(), *rest, **kwargs).shape
+        gains_rows = len(shape) > shared.dim() or shape[0] > shared.shape[0]
+        if not gains_rows or shape[0] % self.batch_size:
+            return self._derive(func, args, kwargs, [shared])
+        return self._expanded(shared, like=shape).expand(shape)
+
+    def _expanded(self, t: Tensor, *, like: torch.Size) -> Tensor:
+        if not self._is_shared(t):
+            return t
+        aligned = t.detach()
+        if self.batch_size > 1:
+            aligned = aligned[(None,) * (len(like) - t.dim())]
+            if aligned.dim() != len(like) or aligned.shape[0] != 1:
+                raise NotImplementedError(
+                    f"{self._named(t)} of shape {tuple(t.shape)} meets activations of shape "
+                    f"{tuple(like)} along the batch; freeze it with requires_grad_(False)."
+                )
+            aligned = aligned.expand(like[0], *aligned.shape[1:])
+
+        def receive(g_R: Tensor) -> None:
+            rows = g_R[None] if self.batch_size == 1 else self._samples(g_R)
+            self._report_rows(t, at_least_float32(rows).sum(1) if self.batch_size > 1 else rows)
+
+        return _tap(aligned, receive)
+
+    def _functorch(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        shared: Sequence[Tensor],
+        batched: Sequence[Tensor],
+    ) -> Tensor:
+        """Whatever else: the call again in the backward pass, one sample at a time, by vmap."""
+        names = ", ".join(self._named(t) for t in shared)
+        if (func.__name__, names) not in self._warned:
+            self._warned.add((func.__name__, names))
+            logger.warning(
+                "%s has no rule in %s: its per-sample gradients come from torch.func, slowly.",
+                names,
+                func.__name__,
+            )
+        position = {id(t): i for i, t in enumerate(batched)}
+        detached = {id(t): t.detach() for t in shared}
+
+        def receive(g_R: Tensor, *saved_R: Tensor) -> None:
+            def of_sample(g_k: Tensor, *rows_k: Tensor) -> tuple[Tensor, ...]:
+                def call(*parameters: Tensor) -> Tensor:
+                    values = dict(zip(detached, parameters, strict=True))
+                    values |= {key: rows_k[i] for key, i in position.items()}
+                    output: Tensor = _call(func, args, kwargs, lambda t: values.get(id(t), t))
+                    return output
+
+                gradients: tuple[Tensor, ...] = torch.func.vjp(call, *detached.values())[1](g_k)
+                return gradients
+
+            rows = (self._samples(x_R) for x_R in (g_R, *saved_R))
+            for t, gradient in zip(shared, torch.func.vmap(of_sample)(*rows), strict=True):
+                self._report_rows(t, gradient)
+
+        output = _call(func, args, kwargs, lambda t: detached.get(id(t), t))
+        if not isinstance(output, Tensor) or func is F.multi_head_attention_forward:
+            raise NotImplementedError(
+                f"{names}: no per-sample rule for {func.__name__}; freeze them with "
+                "requires_grad_(False), or use a model that does without."
+            )
+        return _tap(output, receive, *batched)
+
+    def _named(self, t: Tensor) -> str:
+        return ", ".join(self._names[p] for p in self._parameters_of(t))
+
+
+_NORM_ARGUMENTS: Mapping[Any, Sequence[str]] = {
+    F.layer_norm: ("input", "normalized_shape", "weight", "bias", "eps"),
+    F.rms_norm: ("input", "normalized_shape", "weight", "eps"),
+    F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
+    F.instance_norm: (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "use_input_stats",
+        "momentum",
+        "eps",
+    ),
+}
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _call(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], replace: Callable[[Tensor], Tensor]
+) -> Any:
+    """Call ``func`` with its tensors replaced, also those in lists."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return replace(value)
+        return [replaced(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return func(*map(replaced, args), **{name: replaced(v) for name, v in kwargs.items()})
+
+
+def _detached(t: Tensor | None, detach: bool) -> Tensor | None:
+    return t.detach() if t is not None and detach else t
+
+
+# Convolutions
+
+
+def _each(value: int | Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+    """One value for each spatial dimension."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * len(kernel) if len(values) == 1 else values
+
+
+def _same_padding(kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """Of padding="same", in the order of ``F.pad``: last dimension first, left before right."""
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+
+
+def _tiles(x_R: Tensor, kernel: Sequence[int]) -> Tensor:
+    """(R, C, *sizes) cut into patches that do not overlap: (R, T, C * prod(kernel))."""
+    n = len(kernel)
+    for dim, k in enumerate(kernel, start=2):
+        x_R = x_R.unfold(dim, k, k)  # patches along dim; the last dimension is inside the patch
+    # (R, C, *patches, *kernel) -> (R, *patches, C, *kernel)
+    x_R = x_R.movedim(1, 1 + n)
+    return x_R.reshape(len(x_R), math.prod(x_R.shape[1 : 1 + n]), -1)
+
+
+def _convolution_weight_gradients(
+    x_R: Tensor,
+    g_R: Tensor,
+    shape: torch.Size,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """(R, *shape): one convolution in which every row is a group of its own."""
+    x_R, g_R = at_least_float32(x_R), at_least_float32(g_R)
+    rows = len(x_R)
+    weight = x_R.new_empty(1).expand(rows * shape[0], *shape[1:])  # only its shape is read
+    gradient: Tensor = torch.ops.aten.convolution_backward(
+        g_R.reshape(1, -1, *g_R.shape[2:]),
+        x_R.reshape(1, -1, *x_R.shape[2:]),
+        weight,
+        None,
+        stride,
+        padding,
+        dilation,
+        False,
+        [0] * len(stride),
+        rows * groups,
+        [False, True, False],
+    )[1]
+    return gradient.view(rows, *shape)
