@@ -1,1 +1,89 @@
-"""Differentially private fine-tuning of pretrained vision transformers with DP-Muon."""
+"""Differentially private fine-tuning of pretrained vision transformers with DP-Muon.
+
+The public names of all rooms. A room is imported when its first name is used: the trainer's base
+class loads `datasets`, which whoever only wants an epsilon should not wait for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_dpmuon.accounting import (
+        SampledGaussian,
+        calibrate_noise_multiplier,
+        compute_epsilon,
+        num_steps,
+    )
+    from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
+    from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
+    from hf_dpmuon.diagnostics import signal_to_noise
+    from hf_dpmuon.grad_sample import HooksGradSampleModule
+    from hf_dpmuon.ledger import PrivacyLedger
+    from hf_dpmuon.mechanism import GaussianMechanism
+    from hf_dpmuon.model_card import build_model_card, privacy_report
+    from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
+    from hf_dpmuon.optim import DPSGD, DPMuon, create_optimizer
+    from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
+    from hf_dpmuon.spectral import newton_schulz, polar_factor
+    from hf_dpmuon.trainer import DPTrainer
+
+_ROOMS = {
+    "accounting": (
+        "SampledGaussian",
+        "calibrate_noise_multiplier",
+        "compute_epsilon",
+        "num_steps",
+    ),
+    "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
+    "data": ("ImageExamples", "build_transforms", "load_image_dataset"),
+    "diagnostics": ("signal_to_noise",),
+    "grad_sample": ("HooksGradSampleModule",),
+    "ledger": ("PrivacyLedger",),
+    "mechanism": ("GaussianMechanism",),
+    "model_card": ("build_model_card", "privacy_report"),
+    "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
+    "optim": ("DPMuon", "DPSGD", "create_optimizer"),
+    "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
+    "spectral": ("newton_schulz", "polar_factor"),
+    "trainer": ("DPTrainer",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "DPMuon",
+    "DPSGD",
+    "DPTrainer",
+    "DPTrainingArguments",
+    "DataArguments",
+    "GaussianMechanism",
+    "HooksGradSampleModule",
+    "ImageExamples",
+    "LogicalBatch",
+    "LogicalBatchLoader",
+    "ModelArguments",
+    "PoissonSampler",
+    "PrivacyLedger",
+    "SampledGaussian",
+    "build_model_card",
+    "build_transforms",
+    "calibrate_noise_multiplier",
+    "compute_epsilon",
+    "create_optimizer",
+    "load_image_dataset",
+    "load_model",
+    "newton_schulz",
+    "num_steps",
+    "parameter_roles",
+    "polar_factor",
+    "privacy_report",
+    "save_model",
+    "signal_to_noise",
+    "validate_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the room of a public name when the name is first used (PEP 562)."""
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(import_module(f"{__name__}.{_ROOM_OF[name]}"))[name]

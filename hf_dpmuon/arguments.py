@@ -114,8 +114,8 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
     Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
     ``lr_scheduler_type`` to cosine with 5 % warm-up, ``max_grad_norm`` to 0 (clipping is per
     sample), ``remove_unused_columns`` to False, ``hub_private_repo`` to True, ``report_to`` to
-    none, ``output_dir`` to a new folder under ``outputs/``; ``per_device_train_batch_size`` is only how many images are in memory at once, and all
-    steps and epochs count logical batches.
+    none, ``output_dir`` to a new folder under ``outputs/``; ``per_device_train_batch_size`` is only
+    how many images are in memory at once, and all steps and epochs count logical batches.
 
     Raises:
         ValueError: On any setting that would void the guarantee or have no effect.

@@ -43,7 +43,7 @@ class NoiseEvent:
         sample_rate: Inclusion probability q of each privacy unit in this step.
         max_grad_norm: C, the bound on one unit's contribution to the sum.
         clipping: The rule that enforces the bound.
-        digest: Checksum of the released gradient; a function of the release, so free of cost.
+        digest: SHA-256 of the released gradient; a function of the release, so free of cost.
     """
 
     step: int
@@ -124,8 +124,8 @@ class GaussianMechanism:
     ) -> None:
         if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
             raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
-        if not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm} must be > 0.")
+        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+            raise ValueError(f"max_grad_norm={max_grad_norm} must be a finite number > 0.")
         if not 0 < sample_rate <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         if num_units < 1:
@@ -156,7 +156,12 @@ class GaussianMechanism:
         return sum(p.numel() for p in self._parameters.values())
 
     def begin(self) -> None:
-        """Start a logical batch: drop what a backward pass outside it, or a failed one, left."""
+        """Start a logical batch: drop what a backward pass outside it, or a failed one, left.
+
+        Raises:
+            RuntimeError: If the set of trainable parameters is no longer the protected one.
+        """
+        self._check_trainable_set()
         self.module.discard()
         for total in self._sums.values():
             total.zero_()
@@ -218,7 +223,8 @@ class GaussianMechanism:
             noise = self.generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
             private = torch.as_tensor(noise, device=parameter.device).mul_(scale)
             private.add_(self._sums[name]).div_(self.expected_batch_size)
-            checksum.update(f"{name}:{private.view(torch.int32).sum().item()}".encode())
+            checksum.update(name.encode())
+            checksum.update(private.cpu().numpy())
             parameter.grad = private.to(parameter.dtype)
         return checksum.hexdigest()
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -33,6 +34,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
 from hf_dpmuon.accounting import (
@@ -316,7 +318,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             num_batches=steps_per_epoch(self.plan.sample_rate),
         )
-        return DataLoader(_LogicalBatches(self._batches), batch_size=1, collate_fn=_only)
+        return DataLoader(
+            _LogicalBatches(self._batches),
+            batch_size=1,
+            collate_fn=_only,
+            generator=torch.Generator(),  # else each epoch takes a seed from the global generator
+        )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of privacy units for training data, of examples otherwise."""
@@ -430,7 +437,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             (loss * size).backward()  # the engine wants the sum over samples, not their mean
             mechanism.accumulate()
             if self.args.report_nonprivate_loss:
-                loss_sum, rows = loss_sum + float(loss) * size, rows + size
+                loss_sum, rows = loss_sum + loss.item() * size, rows + size
         event = mechanism.release(step=step, replay=replay)
         if ledger.record(event):
             if self._affordable <= 0:
@@ -669,12 +676,30 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             self._ledger_path.parent.mkdir(parents=True, exist_ok=True)
             at_checkpoint.copy_to(self._ledger_path)
             self.ledger = PrivacyLedger.load(self._ledger_path)
-        restore_generator(self._sampling_generator, state["sampling"])
+        restore_generator(self._sampling_generator, state["sampling"]["generator"])
         if own_run:
             restore_generator(self._noise_generator, state["noise"])
         else:
             # The original run may go on elsewhere; the same noise on other sums would cancel out.
             logger.warning("Resuming in another folder: noise is drawn afresh.")
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load every weight of a checkpoint, or fail.
+
+        The base class compares the keys in the file, which ``save_pretrained`` may have renamed,
+        with those in memory, and goes on with the pretrained weights where they differ.
+        """
+        if isinstance(self.model, PreTrainedModel):
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=torch.float32)
+            state = saved.state_dict()
+        else:
+            state = load_file(Path(resume_from_checkpoint) / SAFE_WEIGHTS_NAME)
+        self.model.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _open_run(self) -> None:
         if self.ledger is None:
@@ -715,8 +740,12 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as ``Trainer`` does, and keep the metrics for the card."""
-        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        """Evaluate as ``Trainer`` does, and keep the metrics for the card.
+
+        Training goes on after it as if it had not been: the global generators are left alone.
+        """
+        with torch.random.fork_rng():
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         self.eval_metrics = {
             name.removeprefix("eval_"): float(value)
             for name, value in metrics.items()

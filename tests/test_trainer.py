@@ -1,0 +1,742 @@
+"""Laws of the trainer: the privacy boundary, the full step, what is logged, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import NUM_CLASSES, TINY_MODELS, tiny_dinov2, tiny_vit
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+from transformers import AutoModelForImageClassification, Trainer, TrainingArguments
+
+from hf_dpmuon.accounting import compute_epsilon
+from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.sampling import PoissonSampler, secret_generator
+from hf_dpmuon.spectral import newton_schulz
+from hf_dpmuon.trainer import DPTrainer
+
+N = 24
+
+
+class Images(Dataset[dict[str, Any]]):
+    """Random images of three classes; a patient's name rides along and must stay behind."""
+
+    def __init__(self, size: int = N, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.pixels = torch.randn(size, 3, 8, 8, generator=generator)
+        self.labels = torch.randint(0, NUM_CLASSES, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            "pixel_values": self.pixels[row],
+            "labels": self.labels[row],
+            "patient": f"patient-{row}",
+        }
+
+
+def arguments(folder: Path, **settings: Any) -> DPTrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "noise_multiplier": 1.0,
+        "logical_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "vector_learning_rate": 0.1,
+        "noise_seed": 7,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    return DPTrainingArguments(**{**defaults, **settings})
+
+
+def trainer_of(folder: Path, model: nn.Module | None = None, **settings: Any) -> DPTrainer:
+    kind = settings.pop("kind", DPTrainer)
+    extra = {k: settings.pop(k) for k in ("optimizers", "callbacks") if k in settings}
+    train_dataset = settings.pop("train_dataset") if "train_dataset" in settings else Images()
+    return kind(
+        tiny_vit() if model is None else model,
+        arguments(folder, **settings),
+        train_dataset=train_dataset,
+        eval_dataset=Images(10, seed=1),
+        **extra,
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+class Spy(DPTrainer):
+    """Keeps what training_step left behind, just as the base class would see it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.releases: list[dict[str, Tensor]] = []
+        self.ledger_lengths: list[int] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        before = weights(self.model)
+        loss = super().training_step(*args, **kwargs)
+        assert largest_difference(before, weights(self.model)) == 0
+        for p in self.model.parameters():
+            assert p.grad_sample is None
+            assert not hasattr(p, "_current_grad_sample")
+        for module in self.model.modules():
+            assert not any("activation" in key and vars(module)[key] for key in vars(module))
+        assert all(float(s.abs().max()) == 0 for s in self._mechanism._sums.values())
+        self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
+        self.ledger_lengths.append(len(PrivacyLedger.load(self._ledger_path)))
+        return loss
+
+
+# ---- the step ----
+
+
+def by_hand(
+    model: nn.Module, *, steps: int, sigma: float, C: float, rule: str, lrs: list[float]
+) -> None:
+    """Sampling, loop of ones, clip, sum, noise, divide, momentum, polar, step: in plain code."""
+    data, batch = Images(), 8
+    sampler = PoissonSampler(
+        N, sample_rate=batch / N, generator=secret_generator(7, stream="sampling")
+    )
+    noise = secret_generator(7, stream="noise")
+    buffers = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    for step in range(steps):
+        rows = sampler.draw()
+        sampler.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)  # augmentation
+        total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+        for row in rows:
+            model.zero_grad()
+            example = data[int(row)]
+            logits = model(example["pixel_values"][None]).logits
+            F.cross_entropy(logits, example["labels"][None]).backward()
+            norm = math.sqrt(sum(float(p.grad.double().norm()) ** 2 for p in model.parameters()))
+            for n, p in model.named_parameters():
+                total[n] += p.grad * min(1.0, C / norm)
+        for n, p in model.named_parameters():
+            drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
+            g = (total[n] + sigma * C * drawn) / batch
+            if (
+                rule == "muon"
+                and p.ndim >= 2
+                and not any(token in n for token in ("cls_token", "position_embeddings"))
+            ):
+                buffers[n] = 0.95 * buffers[n] + 0.05 * g
+                lookahead = (0.05 * g + 0.95 * buffers[n]).flatten(1)
+                m, k = lookahead.shape
+                direction = newton_schulz(lookahead) * math.sqrt(min(4, max(1, m / k)))
+                update = direction.view_as(p)
+            else:
+                update = buffers[n] = 0.9 * buffers[n] + g
+            with torch.no_grad():
+                p -= lrs[step] * update
+
+
+@pytest.mark.parametrize("rule", ["muon", "sgd"])
+def test_training_equals_a_by_hand_oracle(tmp_path, rule):
+    model = tiny_vit()
+    trainer = trainer_of(tmp_path, dp_optimizer=rule, lr_scheduler_type="constant", warmup_steps=0)
+    trainer.train()
+    by_hand(model, steps=4, sigma=1.0, C=1.0, rule=rule, lrs=[0.1] * 4)
+    assert largest_difference(weights(trainer.model), weights(model)) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["muon", "sgd"])
+def test_the_learning_rate_of_each_step_is_the_schedule_s(tmp_path, rule):
+    # Case 47: check the weights, not the log.
+    model = tiny_vit()
+    trainer = trainer_of(tmp_path, dp_optimizer=rule, lr_scheduler_type="linear", warmup_steps=0)
+    trainer.train()
+    by_hand(model, steps=4, sigma=1.0, C=1.0, rule=rule, lrs=[0.1, 0.075, 0.05, 0.025])
+    assert largest_difference(weights(trainer.model), weights(model)) < 1e-6
+
+
+def test_the_physical_batch_size_changes_nothing(tmp_path):
+    runs = []
+    for size in (1, 7, 64):
+        trainer = trainer_of(tmp_path / str(size), per_device_train_batch_size=size)
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(runs[0], runs[1]) < 1e-6
+    assert largest_difference(runs[0], runs[2]) < 1e-6
+
+
+def test_workers_change_nothing(tmp_path):
+    runs = []
+    for workers in (0, 2):
+        trainer = trainer_of(tmp_path / str(workers), dataloader_num_workers=workers)
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(*runs) == 0
+
+
+def test_without_noise_and_with_a_vanishing_bound_the_weights_stay(tmp_path):
+    before = weights(tiny_vit())
+    trainer = trainer_of(
+        tmp_path, noise_multiplier=0.0, per_sample_max_grad_norm=1e-12, dp_optimizer="sgd"
+    )
+    trainer.train()
+    assert largest_difference(before, weights(trainer.model)) < 1e-9
+
+
+def test_without_noise_and_bound_it_is_a_plain_trainer(tmp_path):
+    # q = 1, so the logical batch is the data set and the expected size is the real one.
+    settings = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+    ours = trainer_of(
+        tmp_path / "ours",
+        noise_multiplier=0.0,
+        per_sample_max_grad_norm=1e12,
+        logical_batch_size=N,
+        dp_optimizer="sgd",
+        **settings,
+    )
+    ours.train()
+    plain = tiny_vit()
+    Trainer(
+        plain,
+        TrainingArguments(
+            str(tmp_path / "plain"),
+            per_device_train_batch_size=N,
+            max_steps=4,
+            learning_rate=0.1,
+            max_grad_norm=0,
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            report_to="none",
+            **settings,
+        ),
+        train_dataset=[
+            {k: v for k, v in row.items() if k != "patient"}
+            for row in map(Images().__getitem__, range(N))
+        ],
+        optimizers=(torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), None),
+    ).train()
+    assert largest_difference(weights(ours.model), weights(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", TINY_MODELS)
+def test_every_kind_of_model_trains_and_every_parameter_moves(tmp_path, kind):
+    # Case 17: no trainable parameter may be left out silently.
+    from hf_dpmuon.data import ImageFormat
+    from hf_dpmuon.models import LoadedModel
+
+    model = TINY_MODELS[kind](dropout=0.1)
+    before = weights(model)
+    handed: Any = model
+    if kind == "timm_vit":
+        handed = LoadedModel(
+            model=model,
+            image_format=ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear"),
+            processor=None,
+            library="timm",
+            label_names=("a", "b", "c"),
+            notes=(),
+        )
+    trainer = trainer_of(tmp_path, handed, kind=Spy, max_steps=2)
+    trainer.train()
+    after = weights(trainer.model)
+    assert all(not torch.equal(before[n], after[n]) for n in before)
+    assert trainer.evaluate()["eval_accuracy"] >= 0
+
+
+# ---- the boundary ----
+
+
+def test_nothing_raw_is_left_and_the_ledger_is_written_when_the_step_returns(tmp_path):
+    trainer = trainer_of(tmp_path, kind=Spy)
+    trainer.train()  # Spy asserts the rest inside training_step
+    assert trainer.ledger_lengths == [1, 2, 3, 4]
+
+
+def test_an_empty_draw_is_a_step_of_noise_alone(tmp_path):
+    # Case 23: q N = 0.05, so all of these draws are empty with the fixed seed.
+    trainer = trainer_of(
+        tmp_path, kind=Spy, logical_batch_size=1, train_dataset=Images(2000), max_steps=40
+    )
+    draws = PoissonSampler(
+        2000, sample_rate=1 / 2000, generator=secret_generator(7, stream="sampling")
+    )
+    sizes = []
+    for _ in range(40):
+        rows = draws.draw()
+        draws.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)
+        sizes.append(len(rows))
+    assert 0 in sizes
+    trainer.train()
+    assert trainer.state.global_step == 40
+    assert len(trainer.ledger) == 40
+    assert trainer.lr_scheduler.last_epoch == 40
+    empty = torch.cat([g.flatten() for g in trainer.releases[sizes.index(0)].values()])
+    assert float(empty.std()) == pytest.approx(1.0, rel=0.05)  # sigma C / (q N) = 1
+
+
+def test_two_runs_with_one_seed_have_different_noise_and_data_draws(tmp_path):
+    # Case 127: args.seed is 42 for everybody.
+    runs = []
+    for name in "ab":
+        trainer = trainer_of(tmp_path / name, kind=Spy, noise_seed=None, max_steps=1)
+        trainer.train()
+        assert trainer.ledger.guarantee
+        runs.append(trainer.releases[0])
+    assert all(not torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
+
+
+def test_the_global_generators_are_not_touched_by_noise_and_sampling(tmp_path):
+    draws = []
+    for q in (1, 20):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        trainer = trainer_of(tmp_path / str(q), logical_batch_size=q)
+        trainer.train()
+        draws.append((float(torch.rand(())), float(np.random.rand())))
+    assert draws[0] == draws[1]
+
+
+def test_the_raw_loss_is_nowhere(tmp_path):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
+    output = trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", output.metrics)
+    assert math.isnan(output.training_loss)
+    keys = {key for entry in trainer.state.log_history for key in entry}
+    assert "epsilon" in keys
+    assert "signal_to_noise" in keys
+    assert not [key for key in {*keys, *output.metrics} if "loss" in key]
+    for path in tmp_path.rglob("*"):
+        if path.suffix in {".json", ".jsonl", ".md"}:
+            assert "loss" not in path.read_text(), path
+    assert not list(tmp_path.rglob("training_args.bin"))
+    assert trainer.state.total_flos == 0
+
+
+def test_the_raw_loss_is_logged_locally_when_asked_for_by_its_name(tmp_path):
+    trainer = trainer_of(tmp_path, report_nonprivate_loss=True)
+    output = trainer.train()
+    logged = [e["nonprivate_loss"] for e in trainer.state.log_history if "nonprivate_loss" in e]
+    assert len(logged) == 4
+    assert output.training_loss == pytest.approx(np.mean(logged))
+    trainer.save_model()
+    assert "loss" not in (tmp_path / "README.md").read_text()
+
+
+# ---- epsilon ----
+
+
+def test_epsilon_is_the_same_in_log_state_report_card_and_accountant(tmp_path):
+    trainer = trainer_of(tmp_path, noise_multiplier=None, target_epsilon=4.0)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    plan = trainer.plan
+    expected = compute_epsilon(
+        noise_multiplier=plan.noise_multiplier,
+        sample_rate=8 / N,
+        steps=4,
+        delta=1 / (10 * N),
+    )
+    assert 0.995 * 4 <= expected <= 4
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    last = state["log_history"][-1]
+    assert report["epsilon"] == last["epsilon"] == trainer.epsilon() == expected
+    assert report["delta"] == last["delta"] == plan.delta
+    assert report["noise_multiplier"] == last["noise_multiplier"] == plan.noise_multiplier
+    assert report["sample_rate"] == last["sample_rate"] == 8 / N
+    assert report["steps"] == last["noise_draws"] == 4
+    assert report["guarantee"] is False  # the fixed noise seed
+    assert f"| epsilon | {expected:.4f} |" in (tmp_path / "README.md").read_text()
+
+
+def test_without_noise_epsilon_is_infinite_and_no_guarantee_is_claimed(tmp_path):
+    trainer = trainer_of(tmp_path, noise_multiplier=0.0, noise_seed=None)
+    trainer.train()
+    trainer.save_model()
+    report = json.loads((tmp_path / "privacy_report.json").read_text())
+    assert report["epsilon"] == "inf"
+    assert report["guarantee"] is False
+    assert "no privacy guarantee" in (tmp_path / "README.md").read_text()
+
+
+def test_epochs_count_logical_steps(tmp_path):
+    # Case 28: T = epochs * steps per epoch, whatever the split into physical batches.
+    trainer = trainer_of(tmp_path, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    assert trainer.state.global_step == len(trainer.ledger) == trainer.plan.steps == 2 * 3
+    assert trainer.state.epoch == 2.0
+
+
+def test_training_stops_before_the_budget_is_passed(tmp_path):
+    first = trainer_of(
+        tmp_path,
+        noise_multiplier=None,
+        target_epsilon=4.0,
+        save_strategy="steps",
+        save_steps=4,
+        noise_seed=None,
+    )
+    first.train()
+    saved = weights(first.model)
+    more = trainer_of(
+        tmp_path, noise_multiplier=1.0, target_epsilon=None, max_steps=8, noise_seed=None
+    )
+    more.args.target_epsilon = 4.0
+    output = more.train(resume_from_checkpoint=True)
+    assert output.metrics["epsilon"] <= 4.0
+    assert len(PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl")) == 4
+    assert largest_difference(saved, weights(first.model)) == 0
+
+
+def test_a_second_call_of_train_composes_and_stops_at_the_budget(tmp_path):
+    trainer = trainer_of(
+        tmp_path, noise_multiplier=None, target_epsilon=4.0, dp_optimizer="sgd", noise_seed=None
+    )
+    trainer.train()
+    before = weights(trainer.model)
+    trainer.train()
+    assert len(trainer.ledger) == 4
+    assert trainer.epsilon() <= 4.0
+    assert largest_difference(before, weights(trainer.model)) == 0
+
+
+# ---- save and resume ----
+
+
+def test_a_saved_model_loads_without_missing_keys_and_gives_equal_logits(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    loaded, info = AutoModelForImageClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    x = Images().pixels
+    assert torch.equal(loaded.eval()(x).logits, trainer.model.eval()(x).logits)
+    assert loaded.state_dict().keys() == tiny_vit().state_dict().keys()
+
+
+@pytest.mark.parametrize("rule", ["muon", "sgd"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_five_steps_and_five_equal_ten(tmp_path, rule, workers):
+    settings: dict[str, Any] = {
+        "dp_optimizer": rule,
+        "max_steps": 10,
+        "dataloader_num_workers": workers,
+        "noise_multiplier": None,
+        "target_epsilon": 6.0,
+    }
+    whole = trainer_of(tmp_path / "whole", tiny_vit(dropout=0.1), **settings)
+    whole.train()
+
+    class Interrupted(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.state.global_step == 7:  # two steps after the checkpoint
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    folder = tmp_path / "parts"
+    parts: dict[str, Any] = {**settings, "save_strategy": "steps", "save_steps": 5}
+    first = trainer_of(folder, tiny_vit(dropout=0.1), kind=Interrupted, **parts)
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    assert len(PrivacyLedger.load(folder / "privacy_ledger.jsonl")) == 7
+    second = trainer_of(folder, tiny_vit(dropout=0.1), **parts)
+    second.train(resume_from_checkpoint=True)
+    assert largest_difference(weights(whole.model), weights(second.model)) == 0
+    assert len(second.ledger) == 10
+    assert second.epsilon() == whole.epsilon()
+    assert second.state.epoch == whole.state.epoch
+    assert second.lr_scheduler.get_last_lr() == whole.lr_scheduler.get_last_lr()
+
+
+def test_the_best_model_is_restored_whole(tmp_path):
+    # Case 76: restored weights are those of the best checkpoint, and all steps are counted.
+    trainer = trainer_of(
+        tmp_path,
+        load_best_model_at_end=True,
+        public_eval_split=True,
+        metric_for_best_model="accuracy",
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+    )
+    trainer.train()
+    best = AutoModelForImageClassification.from_pretrained(trainer.state.best_model_checkpoint)
+    assert largest_difference(weights(best), weights(trainer.model)) == 0
+    assert len(trainer.ledger) == 4
+
+
+def checkpointed(folder: Path, **settings: Any) -> Path:
+    trainer_of(folder, save_strategy="steps", save_steps=2, **settings).train()
+    return folder / "checkpoint-2"
+
+
+def test_a_resumed_run_never_reuses_noise_for_other_sums(tmp_path):
+    checkpoint = checkpointed(tmp_path)
+    ledger = PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl")
+    assert len(ledger) == 4
+    other = trainer_of(tmp_path, per_sample_max_grad_norm=0.5)  # step 3 sums something else
+    other.train(resume_from_checkpoint=str(checkpoint))
+    assert len(other.ledger) == 6  # both draws of steps 3 and 4 are counted
+    steps_3 = [e.digest for e in other.ledger.events if e.step == 3]
+    assert len(set(steps_3)) == 2
+
+
+def test_resuming_in_another_folder_draws_fresh_noise(tmp_path):
+    checkpoint = checkpointed(tmp_path / "a")
+    trainer = trainer_of(tmp_path / "b", kind=Spy)
+    original = PrivacyLedger.load(tmp_path / "a" / "privacy_ledger.jsonl")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert len(trainer.ledger) == 4
+    assert trainer.ledger.events[:2] == original.events[:2]
+    assert trainer.ledger.events[2].digest != original.events[2].digest
+
+
+@pytest.mark.parametrize("name", ["privacy_ledger.jsonl", "privacy_state.json"])
+def test_a_checkpoint_without_its_ledger_or_state_is_refused(tmp_path, name):
+    # Case 68.
+    checkpoint = checkpointed(tmp_path)
+    (checkpoint / name).unlink()
+    with pytest.raises(ValueError, match=name):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_lost_or_foreign_ledger_is_refused(tmp_path):
+    checkpoint = checkpointed(tmp_path / "a")
+    checkpointed(tmp_path / "b", noise_seed=8)
+    ledger = tmp_path / "a" / "privacy_ledger.jsonl"
+    shutil.copy(tmp_path / "b" / "privacy_ledger.jsonl", ledger)
+    with pytest.raises(ValueError, match="another run"):
+        trainer_of(tmp_path / "a").train(resume_from_checkpoint=str(checkpoint))
+    ledger.unlink()
+    with pytest.raises(ValueError, match="missing"):
+        trainer_of(tmp_path / "a").train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_resuming_with_data_of_another_size_is_refused(tmp_path):
+    checkpoint = checkpointed(tmp_path)
+    with pytest.raises(ValueError, match="24 privacy units"):
+        trainer_of(tmp_path, train_dataset=Images(N + 1)).train(
+            resume_from_checkpoint=str(checkpoint)
+        )
+
+
+def test_a_new_run_in_a_used_folder_is_refused(tmp_path):
+    trainer_of(tmp_path).train()
+    with pytest.raises(ValueError, match="already holds a privacy ledger"):
+        trainer_of(tmp_path).train()
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_generator_states_are_readable_by_their_owner_only_and_in_checkpoints_only(tmp_path):
+    checkpoint = checkpointed(tmp_path)
+    state = checkpoint / "privacy_state.json"
+    assert state.stat().st_mode & 0o777 == 0o600
+    trainer = trainer_of(tmp_path / "other")
+    trainer.train()
+    trainer.save_model()
+    assert {p.name for p in (tmp_path / "other").iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "privacy_ledger.jsonl",
+        "privacy_report.json",
+    }
+
+
+# ---- refusals at set-up ----
+
+
+def fails_to_train(trainer: DPTrainer, message: str) -> None:
+    """It refuses, and nothing was written or spent."""
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.ledger is None
+    assert not Path(trainer.args.output_dir, "privacy_ledger.jsonl").exists()
+
+
+class ContrastiveTrainer(DPTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(inputs["pixel_values"]).logits
+        return (logits - logits.mean(0, keepdim=True)).square().mean()
+
+
+class SummedTrainer(DPTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(inputs["pixel_values"]).logits
+        return F.cross_entropy(logits, inputs["labels"], reduction="sum")
+
+
+def test_a_loss_that_couples_samples_is_refused(tmp_path):
+    # Case 125.
+    fails_to_train(trainer_of(tmp_path, kind=ContrastiveTrainer), "changes with the other samples")
+
+
+def test_a_loss_that_is_no_mean_is_refused(tmp_path):
+    fails_to_train(trainer_of(tmp_path, kind=SummedTrainer), "batch of one")
+
+
+def test_a_collator_that_mixes_samples_is_refused(tmp_path):
+    def mixup(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        x = torch.stack([row["pixel_values"] for row in rows])
+        labels = torch.stack([row["labels"] for row in rows])
+        return {"pixel_values": 0.7 * x + 0.3 * x.flip(0), "labels": labels}
+
+    trainer = DPTrainer(
+        tiny_vit(), arguments(tmp_path), train_dataset=Images(), data_collator=mixup
+    )
+    fails_to_train(trainer, "changes with the other samples")
+
+
+def test_dead_parameters_are_refused_by_name(tmp_path):
+    # Case 10.
+    model = tiny_dinov2(use_mask_token=True)
+    fails_to_train(trainer_of(tmp_path, model), "mask_token")
+
+
+def test_the_check_moves_no_weight_and_no_generator(tmp_path):
+    model = tiny_vit()
+    before = weights(model)
+    trainer = trainer_of(tmp_path, model)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trainer._wrap_model(model)
+    assert torch.equal(torch.rand(3), expected)
+    assert largest_difference(before, weights(model)) == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_custom_samplers_are_refused(tmp_path):
+    # Case 31.
+    class Weighted(DPTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return None
+
+    with pytest.raises(ValueError, match="_get_train_sampler"):
+        trainer_of(tmp_path, kind=Weighted)
+
+
+def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
+    # Case 121.
+    model = tiny_vit()
+    stale = torch.optim.SGD(tiny_vit().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizers"):
+        trainer_of(tmp_path, model, optimizers=(stale, None))
+
+
+def test_an_optimizer_of_one_s_own_is_used(tmp_path):
+    model = tiny_vit()
+    mine = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = trainer_of(tmp_path, model, optimizers=(mine, None), kind=Spy)
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logical_batch_size": N + 1}, "logical_batch_size"),
+        ({"target_delta": 1 / N}, "target_delta"),
+    ],
+)
+def test_a_plan_that_cannot_be_private_is_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_of(tmp_path, **settings)
+
+
+def test_a_stream_or_an_empty_split_is_refused(tmp_path):
+    def stream() -> Any:
+        yield from ()
+
+    with pytest.raises(ValueError, match="streaming"):
+        trainer_of(tmp_path, train_dataset=stream())
+    with pytest.raises(ValueError, match="empty"):
+        trainer_of(tmp_path, train_dataset=Images(0))
+
+
+def test_pushing_and_searching_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match="push_to_hub"):
+        trainer.push_to_hub()
+    with pytest.raises(ValueError, match="hyperparameter_search"):
+        trainer.hyperparameter_search()
+
+
+# ---- evaluation and misuse between steps ----
+
+
+def test_evaluation_in_mid_run_changes_nothing(tmp_path):
+    # Case 103.
+    runs = []
+    for name, settings in (("with", {"eval_strategy": "steps", "eval_steps": 1}), ("without", {})):
+        trainer = trainer_of(tmp_path / name, tiny_vit(dropout=0.1), **settings)
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(*runs) == 0
+
+
+def test_a_backward_pass_between_steps_is_dropped(tmp_path):
+    # Case 106.
+    class Meddling(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.model(torch.ones(4, 3, 8, 8)).logits.sum().backward()
+            return super().training_step(*args, **kwargs)
+
+    runs = []
+    for kind in (DPTrainer, Meddling):
+        trainer = trainer_of(tmp_path / kind.__name__, kind=kind)
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(*runs) == 0
+
+
+def test_freezing_in_mid_run_is_refused(tmp_path):
+    # Case 7.
+    class Freezing(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.state.global_step == 2:
+                self.model.vit.embeddings.cls_token.requires_grad_(False)
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="cls_token"):
+        trainer_of(tmp_path, kind=Freezing).train()
+
+
+def test_plain_python_objects_survive_training(tmp_path):
+    # Case 74: the model keeps no hooks that break a copy of its state.
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    state = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    fresh = tiny_vit(seed=3)
+    fresh.load_state_dict(state)
+    x = Images().pixels
+    assert torch.equal(fresh.eval()(x).logits, trainer.model.eval()(x).logits)
