@@ -151,8 +151,8 @@ class LogicalBatch:
     iterating must not publish the count.
     """
 
-    def __init__(self, physical_batches: Iterator[Any], num_physical: int) -> None:
-        self._physical_batches = physical_batches
+    def __init__(self, pull: Callable[[], Any], num_physical: int) -> None:
+        self._pull_one = pull
         self._remaining = num_physical
         self._started = False
 
@@ -164,7 +164,7 @@ class LogicalBatch:
 
     def _pull(self) -> Iterator[Any]:
         while self._remaining:
-            batch = next(self._physical_batches)
+            batch = self._pull_one()
             self._remaining -= 1
             yield batch
 
@@ -228,7 +228,7 @@ class LogicalBatchLoader:
             generator=torch.Generator(),  # else torch takes worker seeds from its global generator
         )
         self._physical_batches: Iterator[Any] | None = None
-        self._current = LogicalBatch(iter(()), 0)
+        self._current = LogicalBatch(self._pull, 0)
         self._state = generator_state(sampler.generator)
 
     def __len__(self) -> int:
@@ -256,7 +256,7 @@ class LogicalBatchLoader:
         restore_generator(self.sampler.generator, state["generator"])
         self._draws.clear()
         self._physical_batches = None
-        self._current = LogicalBatch(iter(()), 0)
+        self._current = LogicalBatch(self._pull, 0)
         self._state = generator_state(self.sampler.generator)
 
     def _next(self) -> LogicalBatch:
@@ -269,9 +269,22 @@ class LogicalBatchLoader:
             self._physical_batches = iter(self._loader)
         num_physical, self._state = self._draws.hand_out()
         if num_physical == 0:
-            next(self._physical_batches)  # the place-holder of an empty draw
-        self._current = LogicalBatch(self._physical_batches, num_physical)
+            self._pull()  # the place-holder of an empty draw
+        self._current = LogicalBatch(self._pull, num_physical)
         return self._current
+
+    def _pull(self) -> Any:
+        if self._physical_batches is None:
+            raise RuntimeError("the loader was closed; ask for the next logical batch first.")
+        return next(self._physical_batches)
+
+    def close(self) -> None:
+        """Ends the workers and forgets what they fetched; the stream goes on from `state_dict`.
+
+        Nothing else holds the workers, so they end here and not in some later garbage collection,
+        which finds their queues closed and waits five seconds for each.
+        """
+        self.load_state_dict(self.state_dict())
 
 
 class _DrawQueue(Sampler[list[Key]]):

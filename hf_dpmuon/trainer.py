@@ -274,6 +274,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._noise_generator = secret_generator(args.noise_seed, stream="noise")
         self._sampling_generator = secret_generator(args.noise_seed, stream="sampling")
         self._mechanism: GaussianMechanism | None = None
+        self._batches: LogicalBatchLoader | None = None
         self._affordable = 0
         self._resumed = False
         super().__init__(
@@ -581,10 +582,15 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 self.epsilon(),
             )
             return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
-        output: TrainOutput = super().train(
-            resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
-            ignore_keys_for_eval=ignore_keys_for_eval,
-        )
+        self._batches = None
+        try:
+            output: TrainOutput = super().train(
+                resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
+        finally:
+            if self._batches is not None:
+                self._batches.close()
         loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
         return TrainOutput(output.global_step, loss, output.metrics)
 
@@ -805,6 +811,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if not folder.is_dir():  # rotated away already
             return
         assert self._mechanism is not None
+        assert self._batches is not None
         self.ledger.copy_to(folder / LEDGER_FILE)
         state = {
             "step": self.state.global_step,
