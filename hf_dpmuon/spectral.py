@@ -1,19 +1,44 @@
-"""Spectral maps: a private matrix to (an approximation of) its polar factor.
+"""Spectral maps: a private matrix to a direction made of its singular vectors.
 
-Receives matrices that are already private (momentum buffers), returns new tensors; inputs are never
-written to. Everything here is post-processing and free of privacy cost.
+Receives matrices that are already private (momentum buffers) and public constants: a map's name, a
+coefficient table, the known standard deviation of the noise in every entry. Returns new tensors;
+inputs are never written to. Everything here is post-processing and free of privacy cost.
+
+Notation: an m x n matrix, m <= n, is Y = X + s Z with Z of independent standard normal entries;
+beta = m / n, and singular values of Y and X are y and x, in units of s sqrt(n) where a function
+says so. What is known of y, x and their vectors as m, n grow is in Benaych-Georges and Nadakuditi
+(2012, arXiv 1103.2221) and Gavish and Donoho (2014, arXiv 1305.5870; 2017, arXiv 1405.7511).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["COEFFICIENTS", "Coefficients", "newton_schulz", "polar_factor"]
+__all__ = [
+    "COEFFICIENTS",
+    "Coefficients",
+    "newton_schulz",
+    "polar_factor",
+    "spectral_norm",
+    "SHRINKERS",
+    "detection_gate",
+    "hidden_signal",
+    "shrink_singular_values",
+    "polar_weights",
+    "NOISE_AWARE_MAPS",
+    "SPECTRAL_MAPS",
+    "spectral_map",
+]
 
 TINY = 1e-30  # a norm below this is a zero matrix: zero in, zero out
+
+Triple = tuple[float, float, float]
+
+# ---- Newton-Schulz ----
 
 
 @dataclass(frozen=True)
@@ -22,13 +47,21 @@ class Coefficients:
 
     Attributes:
         steps: The triples in order; the last one repeats when more steps are asked for.
-        safety: The input is divided by this times its Frobenius norm.
+        safety: f >= 1 keeps rounding from leaving the interval that the triples are made for: the
+            input is divided by f times its Frobenius norm, and each triple but the last becomes
+            (a / f, b / f^3, c / f^5).
         source: Where the numbers come from.
     """
 
-    steps: tuple[tuple[float, float, float], ...]
+    steps: tuple[Triple, ...]
     safety: float
     source: str
+
+    def triples(self, steps: int) -> list[Triple]:
+        """Return the (a, b, c) of each of ``steps`` iterations."""
+        f = self.safety
+        rows = [self.steps[min(step, len(self.steps) - 1)] for step in range(steps)]
+        return [(a / f, b / f**3, c / f**5) for a, b, c in rows[:-1]] + rows[-1:]
 
 
 COEFFICIENTS = {
@@ -37,44 +70,130 @@ COEFFICIENTS = {
         safety=1.0,
         source="Keller Jordan, Muon (2024); the paper's choice. Lands in [0.68, 1.13], no fixpoint",
     ),
+    "you": Coefficients(
+        steps=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        safety=1.0,
+        source="YouJiacheng, modded-nanogpt (2025). Five steps land in [0.98, 1.03]",
+    ),
+    "polar_express": Coefficients(
+        steps=(
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+            (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+            (1.875, -1.25, 0.375),
+        ),
+        safety=1.01,
+        source="Amsel et al. 2025 (arXiv 2505.16932), degree 5, l = 1e-3. Eight steps converge",
+    ),
 }
 
+WIDE = 2.0  # n/m from which iterating on the m x m Gram matrix costs less than on the matrix
+# Rounding of the Gram matrix grows with the square of the map's slope at 0: below this slope it
+# stays under 1e6 * 6e-8 of the largest eigenvalue in float32.
+MAX_GRAM_SLOPE = 1e3
+CACHE_ENTRIES = 1 << 20  # on a CPU, entries of a stack that are mapped together
+SPLIT_ROWS = 256  # on a CPU, rows from which half of a symmetric product is worth skipping
 
-def newton_schulz(matrix: Tensor, *, steps: int = 5, coefficients: str = "keller") -> Tensor:
+
+def newton_schulz(
+    matrix: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: str = "keller",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Approximate the polar factor U V^T of each matrix U S V^T by a quintic iteration.
 
     Args:
         matrix: Shape (..., m, n); leading dimensions are a batch of independent matrices.
-        steps: Number of iterations, at least 1.
+        steps: Number of iterations, at least 1. More do not help with "keller".
         coefficients: Name of a row of ``COEFFICIENTS``.
+        dtype: Of the iteration: float32, or bfloat16 for speed on CUDA. Norms are float32.
 
     Returns:
-        A new tensor of the same shape and type. Singular values land near 1, singular vectors stay;
-        a zero matrix gives zero. Computed in float32.
+        A new tensor of the shape and type of ``matrix``. Singular values land near 1, singular
+        vectors stay; a zero matrix gives zero, whatever else is in its batch.
 
     Raises:
-        ValueError: If ``matrix`` has fewer than two dimensions, ``steps`` < 1, or the name is
-            unknown.
+        ValueError: If ``matrix`` has fewer than two dimensions, ``steps`` < 1, the name is unknown
+            or the type is neither of the two.
     """
-    if matrix.ndim < 2:
-        raise ValueError(f"matrix of shape {tuple(matrix.shape)} must have at least 2 dimensions.")
+    _check_matrix(matrix)
     if steps < 1:
         raise ValueError(f"steps={steps} must be >= 1.")
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"coefficients={coefficients!r} must be one of {sorted(COEFFICIENTS)}.")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
     table = COEFFICIENTS[coefficients]
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    X = (matrix.mT if tall else matrix).to(torch.float32, copy=True)
-    shape = X.shape
-    X = X.flatten(0, -3) if X.ndim > 2 else X[None]
-    norm = torch.linalg.matrix_norm(X, keepdim=True)
-    X /= (table.safety * norm).clamp(min=TINY)
-    for step in range(steps):
-        a, b, c = table.steps[min(step, len(table.steps) - 1)]
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    X = X.reshape(shape)
-    return (X.mT if tall else X).to(matrix.dtype)
+    triples = table.triples(steps)
+    rows, columns = matrix.shape[-2:]
+    tall = rows > columns
+    wide = matrix.mT if tall else matrix
+    stack = wide.flatten(0, -3) if wide.ndim > 2 else wide[None]
+    result = torch.empty(stack.shape, dtype=matrix.dtype, device=matrix.device)
+    together = stack.numel() if stack.is_cuda else CACHE_ENTRIES
+    count = max(1, together // max(1, rows * columns))
+    for X, image in zip(torch.split(stack, count), torch.split(result, count), strict=True):
+        norm = torch.linalg.matrix_norm(X.float(), keepdim=True)
+        X = X / (table.safety * norm).clamp(min=TINY)
+        image.copy_(_iterate(X.to(dtype), triples))
+    result = result.view(wide.shape)
+    return result.mT if tall else result
+
+
+def _iterate(stack: Tensor, triples: list[Triple]) -> Tensor:
+    """Apply the quintic steps to matrices X, a stack (k, m, n), m <= n, of norms at most 1.
+
+    Every step multiplies X by P = a I + b R + c R^2 on the left, R = X X^T. Applied at once, that
+    is the textbook iteration. Where X is wide the factors are multiplied up in Q instead, with R
+    following as R <- P R P, so that only small matrices are touched (Gram form, Dao-AILab 2025).
+    """
+    X = stack
+    gram = X.shape[-1] >= WIDE * X.shape[-2] and X.dtype is torch.float32
+    R = _symmetric_product(X, X.mT)
+    Q: Tensor | None = None
+    slope = 1.0
+    for step, (a, b, c) in enumerate(triples, start=1):
+        P = _symmetric_product(R, R).mul_(c).add_(R, alpha=b)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        Q = P if Q is None else _symmetric_product(Q, P)
+        slope *= a
+        if gram and step < len(triples) and slope <= MAX_GRAM_SLOPE:
+            R = _symmetric_product(_symmetric_product(R, P), P)
+            continue
+        X, Q, slope = Q @ X, None, 1.0
+        if step < len(triples):
+            R = _symmetric_product(X, X.mT)
+    return X
+
+
+def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right``, (k, m, m), known to be symmetric: one block is only mirrored."""
+    m = left.shape[-2]
+    if left.is_cuda or m < SPLIT_ROWS:
+        return left @ right
+    half = m // 2
+    product = left.new_empty(len(left), m, m)
+    product[:, :half, :half].baddbmm_(left[:, :half], right[:, :, :half], beta=0)
+    product[:, half:].baddbmm_(left[:, half:], right, beta=0)
+    product[:, :half, half:] = product[:, half:, :half].mT
+    return product
+
+
+def _check_matrix(matrix: Tensor) -> None:
+    if matrix.ndim < 2:
+        raise ValueError(f"matrix of shape {tuple(matrix.shape)} must have at least 2 dimensions.")
 
 
 def polar_factor(matrix: Tensor) -> Tensor:
@@ -87,7 +206,258 @@ def polar_factor(matrix: Tensor) -> Tensor:
         A new tensor of the same shape and type. Directions of a zero singular value (to rounding)
         are left out, so a zero matrix gives zero.
     """
+    _check_matrix(matrix)
     U, S, Vh = torch.linalg.svd(matrix.float(), full_matrices=False)
     smallest = S[..., :1] * max(matrix.shape[-2:]) * torch.finfo(S.dtype).eps
     kept = ((smallest < S) & (S > TINY)).to(S.dtype)
-    return ((U * kept[..., None, :]) @ Vh).to(matrix.dtype)
+    factor: Tensor = (U * kept[..., None, :]) @ Vh
+    return factor.to(matrix.dtype)
+
+
+def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
+    """Largest singular value by power iteration, from the longest row.
+
+    Args:
+        matrix: Shape (..., m, n).
+        iterations: Products with X^T X; 32 leave about 2 % on pure noise, whose values lie dense,
+            and rounding where one value stands out.
+
+    Returns:
+        Shape (..., 1, 1), float32; never above the true value. Zero for a zero matrix.
+
+    Raises:
+        ValueError: If ``matrix`` has fewer than two dimensions or ``iterations`` < 1.
+    """
+    _check_matrix(matrix)
+    if iterations < 1:
+        raise ValueError(f"iterations={iterations} must be >= 1.")
+    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True)
+    X = matrix.float() / norm.clamp(min=TINY)
+    longest = torch.linalg.vector_norm(X, dim=-1, keepdim=True).argmax(dim=-2, keepdim=True)
+    v = torch.take_along_dim(X, longest, dim=-2).mT  # (..., n, 1)
+    u = X @ v
+    for _ in range(iterations):
+        v = torch.nn.functional.normalize(X.mT @ u, dim=-2, eps=TINY)
+        u = X @ v
+    value: Tensor = norm * torch.linalg.vector_norm(u, dim=-2, keepdim=True)
+    return value
+
+
+# ---- Facts on noise of a known level ----
+
+# Quantiles of the Tracy-Widom law of real matrices, by the probability of a false alarm.
+TRACY_WIDOM = {0.05: 0.9793, 0.01: 2.0234}
+
+
+def detection_gate(rows: int, columns: int, *, false_alarm: float = 0.05) -> float:
+    """Singular value, in units of s, that pure noise exceeds with probability ``false_alarm``.
+
+    sqrt(mu + q tau) with mu = (sqrt(m-1) + sqrt(n))^2, tau = (sqrt(m-1) + sqrt(n))
+    (1/sqrt(m-1) + 1/sqrt(n))^(1/3) (Johnstone 2001). The bare edge of the bulk, sqrt(m) + sqrt(n),
+    is exceeded in 14 to 15 % of draws.
+
+    Args:
+        rows: Either dimension, >= 1.
+        columns: The other one, >= 1.
+        false_alarm: 0.05 or 0.01.
+
+    Raises:
+        ValueError: If a dimension is below 1 or the probability is not tabulated.
+    """
+    if min(rows, columns) < 1:
+        raise ValueError(f"rows={rows} and columns={columns} must be >= 1.")
+    if false_alarm not in TRACY_WIDOM:
+        raise ValueError(f"false_alarm={false_alarm} must be one of {sorted(TRACY_WIDOM)}.")
+    # A vector's norm has no such law; taking its one entry as two keeps the gate above the noise.
+    m, n = max(2, min(rows, columns)), max(rows, columns)
+    edge = math.sqrt(m - 1) + math.sqrt(n)
+    tau = edge * (1 / math.sqrt(m - 1) + 1 / math.sqrt(n)) ** (1 / 3)
+    return math.sqrt(edge**2 + TRACY_WIDOM[false_alarm] * tau)
+
+
+def hidden_signal(rows: int, columns: int) -> float:
+    """Largest singular value x, in units of s, that noise hides: (m n)^(1/4) (BBP transition)."""
+    return math.sqrt(math.sqrt(rows * columns))
+
+
+def _clean_value(y: Tensor, beta: float) -> Tensor:
+    """The x of a noisy y >= 1 + sqrt(beta), both in units of s sqrt(n)."""
+    t = y.square() - beta - 1
+    return ((t + (t.square() - 4 * beta).clamp(min=0).sqrt()) / 2).sqrt()
+
+
+def _overlaps(x: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Cosines of the noisy to the clean singular vectors, m- and n-dimensional."""
+    signal = (x**4 - beta).clamp(min=0)
+    return (signal / (x**4 + beta * x**2)).sqrt(), (signal / (x**4 + x**2)).sqrt()
+
+
+def _frobenius(y: Tensor, beta: float) -> Tensor:
+    t = y.square() - beta - 1
+    return (t.square() - 4 * beta).clamp(min=0).sqrt() / y
+
+
+def _nuclear(y: Tensor, beta: float) -> Tensor:
+    x = _clean_value(y, beta)
+    return ((x**4 - beta - math.sqrt(beta) * x * y) / (x.square() * y)).clamp(min=0)
+
+
+def _hard(y: Tensor, beta: float) -> Tensor:
+    threshold = math.sqrt(
+        2 * (beta + 1) + 8 * beta / ((beta + 1) + math.sqrt(beta**2 + 14 * beta + 1))
+    )
+    return torch.where(y > threshold, y, 0.0)
+
+
+# Each maps noisy values y >= 1 + sqrt(beta), in units of s sqrt(n), to estimates of clean ones.
+SHRINKERS = {
+    "frobenius": _frobenius,  # least expected squared error (Gavish and Donoho 2017)
+    "operator": _clean_value,  # least error in spectral norm (the same)
+    "nuclear": _nuclear,  # least error in nuclear norm (the same)
+    "hard": _hard,  # the best threshold that keeps y as it is (Gavish and Donoho 2014)
+}
+
+
+def shrink_singular_values(
+    values: Tensor, *, rows: int, columns: int, noise_std: float, rule: str = "frobenius"
+) -> Tensor:
+    """Estimate the singular values of X from those of Y = X + s Z, s known.
+
+    Args:
+        values: Shape (..., k), in the units of ``noise_std``, >= 0.
+        rows: Either dimension of the matrix, >= 1.
+        columns: The other one.
+        noise_std: s >= 0, the noise's standard deviation in every entry.
+        rule: A key of ``SHRINKERS``.
+
+    Returns:
+        Shape (..., k), float64. Zero for values within the bulk of the noise; the values themselves
+        if ``noise_std`` is 0.
+
+    Raises:
+        ValueError: If the rule is unknown, or an argument is out of range.
+    """
+    if rule not in SHRINKERS:
+        raise ValueError(f"rule={rule!r} must be one of {', '.join(SHRINKERS)}.")
+    y, beta, unit = _in_units_of_noise(values, rows, columns, noise_std)
+    if unit == 0:
+        return y
+    above = y > 1 + math.sqrt(beta)
+    return torch.where(above, SHRINKERS[rule](y.clamp(min=1 + math.sqrt(beta)), beta), 0.0) * unit
+
+
+def polar_weights(values: Tensor, *, rows: int, columns: int, noise_std: float) -> Tensor:
+    """Weights w of the noisy singular vectors that best estimate the *clean* polar factor.
+
+    The sum of u_i v_i^T over the clean vectors, estimated by the sum of w_i uh_i vh_i^T over the
+    noisy ones with least squared error: w = c_L c_R, the product of both overlaps, above the bulk
+    and 0 within.
+
+    Args and errors are those of ``shrink_singular_values``.
+
+    Returns:
+        Shape (..., k), float64, in [0, 1].
+    """
+    y, beta, unit = _in_units_of_noise(values, rows, columns, noise_std)
+    if unit == 0:
+        return (y > y[..., :1] * max(rows, columns) * torch.finfo(torch.float32).eps).double()
+    above = y > 1 + math.sqrt(beta)
+    left, right = _overlaps(_clean_value(y.clamp(min=1 + math.sqrt(beta)), beta), beta)
+    return torch.where(above, left * right, 0.0)
+
+
+def _in_units_of_noise(
+    values: Tensor, rows: int, columns: int, noise_std: float
+) -> tuple[Tensor, float, float]:
+    """Values in units of s sqrt(n) (as they are if s is 0), beta, and that unit."""
+    if min(rows, columns) < 1:
+        raise ValueError(f"rows={rows} and columns={columns} must be >= 1.")
+    if not (math.isfinite(noise_std) and noise_std >= 0):
+        raise ValueError(f"noise_std={noise_std} must be a finite number >= 0.")
+    unit = noise_std * math.sqrt(max(rows, columns))
+    return values.double() / (unit or 1.0), min(rows, columns) / max(rows, columns), unit
+
+
+# ---- Maps by name ----
+
+NOISE_AWARE_MAPS = frozenset(
+    {"known_noise_polar", "shrink_frobenius", "shrink_operator", "hard_threshold", "selective"}
+)
+SPECTRAL_MAPS = frozenset({"newton_schulz", "polar_express", "svd"}) | NOISE_AWARE_MAPS
+
+
+def spectral_map(
+    matrix: Tensor,
+    *,
+    name: str = "newton_schulz",
+    steps: int = 5,
+    coefficients: str = "keller",
+    noise_std: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Direction of a step along each private matrix Y = U diag(y) V^T.
+
+    ================= ==============================================================================
+    newton_schulz     approximate U V^T from ``coefficients``
+    polar_express     the same from the table of that name
+    svd               exact U V^T
+    known_noise_polar U diag(c_L c_R) V^T, the least-squares estimate of the clean polar factor
+    shrink_frobenius  U diag(shrunk) V^T at spectral norm 1, likewise shrink_operator and
+                      hard_threshold; see ``shrink_singular_values``
+    selective         newton_schulz where y_1 clears ``detection_gate``, else Y at the Frobenius
+                      norm of U V^T, sqrt(min(m, n))
+    ================= ==============================================================================
+
+    Where known_noise_polar and the shrinkers detect nothing, Y at Frobenius norm 1, which is that
+    of one direction fully detected.
+
+    Args:
+        matrix: Shape (..., m, n).
+        name: One of ``SPECTRAL_MAPS``.
+        steps: Newton-Schulz iterations.
+        coefficients: Table of newton_schulz.
+        noise_std: s, known standard deviation of the noise in every entry of ``matrix``; needed by
+            ``NOISE_AWARE_MAPS`` and ignored by the others.
+        dtype: Of the Newton-Schulz iteration.
+
+    Returns:
+        A new tensor of the same shape and type; zero exactly where the matrix is.
+
+    Raises:
+        ValueError: If an argument is out of range or a known noise level is missing.
+    """
+    if name not in SPECTRAL_MAPS:
+        raise ValueError(
+            f"spectral_map={name!r} must be one of {', '.join(sorted(SPECTRAL_MAPS))}."
+        )
+    if name == "newton_schulz":
+        return newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
+    if name == "polar_express":
+        return newton_schulz(matrix, steps=steps, coefficients="polar_express", dtype=dtype)
+    if name == "svd":
+        return polar_factor(matrix)
+    if noise_std is None:
+        raise ValueError(f"spectral_map={name!r} needs noise_std, the known level of the noise.")
+    _check_matrix(matrix)
+    rows, columns = matrix.shape[-2:]
+    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True).clamp(min=TINY)
+    raw = matrix.float() / norm
+    if name == "selective":
+        image = newton_schulz(raw, steps=steps, coefficients=coefficients, dtype=dtype)
+        gram = raw @ raw.mT if rows <= columns else raw.mT @ raw
+        leading = torch.linalg.eigvalsh(gram)[..., -1:, None].clamp(min=0).sqrt() * norm
+        clears = leading > noise_std * detection_gate(rows, columns)
+        image = torch.where(clears, image, raw * math.sqrt(min(rows, columns)))
+        return image.to(matrix.dtype)
+    U, S, Vh = torch.linalg.svd(matrix.float(), full_matrices=False)
+    if name == "known_noise_polar":
+        weights = polar_weights(S, rows=rows, columns=columns, noise_std=noise_std)
+    else:
+        rule = name.removeprefix("shrink_").removesuffix("_threshold")
+        weights = shrink_singular_values(
+            S, rows=rows, columns=columns, noise_std=noise_std, rule=rule
+        )
+        weights = weights / weights[..., :1].clamp(min=TINY)
+    image = (U * weights.float()[..., None, :]) @ Vh
+    detected = (weights[..., :1] > 0)[..., None]
+    return torch.where(detected, image, raw).to(matrix.dtype)

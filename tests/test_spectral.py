@@ -6,21 +6,46 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dpmuon.spectral import COEFFICIENTS, newton_schulz, polar_factor
+from hf_dpmuon.spectral import (
+    COEFFICIENTS,
+    NOISE_AWARE_MAPS,
+    SHRINKERS,
+    SPECTRAL_MAPS,
+    detection_gate,
+    hidden_signal,
+    newton_schulz,
+    polar_factor,
+    polar_weights,
+    shrink_singular_values,
+    spectral_map,
+    spectral_norm,
+)
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 shapes = st.tuples(st.integers(1, 24), st.integers(1, 24))
 seeds = st.integers(0, 2**32 - 1)
 
-# Where a singular value of the normalised matrix lands after five steps.
+# Where a singular value lands after five steps, once normalised and divided by the safety factor.
 LANDING = {
     "keller": {
         1e-4: 0.0485, 1e-3: 0.4705, 3e-3: 1.1104, 1e-2: 0.6989, 2e-2: 0.6818, 5e-2: 0.7581,
         0.1: 0.7121, 0.3: 1.0796, 0.5: 0.7654, 1.0: 0.6964,
     },
+    "you": {
+        1e-4: 0.0493, 1e-3: 0.4750, 3e-3: 1.0751, 1e-2: 1.0180, 2e-2: 1.0188, 5e-2: 1.0106,
+        0.1: 1.0190, 0.3: 0.9962, 0.5: 0.9859, 1.0: 0.9783,
+    },
+    "polar_express": {
+        1e-4: 0.0985, 1e-3: 0.8524, 3e-3: 0.9574, 1e-2: 1.0604, 2e-2: 0.9370, 5e-2: 0.9629,
+        0.1: 0.8811, 0.3: 0.9043, 0.5: 0.9272,
+    },
 }  # fmt: skip
-INTERVAL = {"keller": (0.6818, 1.1344)}  # image of [0.01, 1]
-SLOPE = {"keller": 484.876}  # at 0
+INTERVAL = {  # image of [0.01, 1]
+    "keller": (0.6818, 1.1344),
+    "you": (0.9778, 1.0318),
+    "polar_express": (0.8764, 1.1236),
+}
+SLOPE = {"keller": 484.876, "you": 492.750, "polar_express": 986.03 / 1.01}  # at 0
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +69,7 @@ def landing(values: list[float], name: str, *, steps: int = 5) -> torch.Tensor:
 def test_singular_values_land_on_the_known_values(name):
     for value, expected in LANDING[name].items():
         if value < 1.0:
-            image = landing([value], name)[0, 0].item()
+            image = landing([value * COEFFICIENTS[name].safety], name)[0, 0].item()
         else:
             image = newton_schulz(torch.eye(1), coefficients=name).item()
         assert image == pytest.approx(expected, abs=2e-4), value
@@ -173,11 +198,252 @@ def test_newton_schulz_approaches_the_polar_factor():
         (lambda: newton_schulz(torch.ones(3)), r"shape \(3,\) must have at least 2"),
         (lambda: newton_schulz(torch.ones(3, 3), steps=0), r"steps=0 must be >= 1"),
         (lambda: newton_schulz(torch.ones(3, 3), coefficients="kelly"), r"'kelly' must be one of"),
+        (lambda: newton_schulz(torch.ones(3, 3), dtype=torch.float16), r"float16 must be"),
+        (lambda: spectral_norm(torch.ones(3, 3), iterations=0), r"iterations=0 must be >= 1"),
+        (lambda: spectral_map(torch.ones(3, 3), name="svdd"), r"'svdd' must be one of"),
+        (lambda: spectral_map(torch.ones(3, 3), name="selective"), r"'selective' needs noise_std"),
+        (lambda: detection_gate(3, 0), r"columns=0 must be >= 1"),
+        (lambda: detection_gate(3, 3, false_alarm=0.5), r"false_alarm=0.5 must be one of"),
+        (
+            lambda: shrink_singular_values(torch.ones(1), rows=1, columns=1, noise_std=-1.0),
+            r"noise_std=-1.0 must be a finite",
+        ),
+        (
+            lambda: shrink_singular_values(
+                torch.ones(1), rows=1, columns=1, noise_std=1.0, rule="l1"
+            ),
+            r"rule='l1' must be one of",
+        ),
     ],
 )
 def test_misuse_is_refused_by_name_and_range(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_eight_steps_of_polar_express_converge():
+    for value in (1e-3, 1e-2, 0.1, 0.9):
+        assert landing([value], "polar_express", steps=8)[0, 0] == pytest.approx(1, abs=1e-4)
+
+
+@few
+@given(
+    rows=st.integers(1, 24),
+    aspect=st.integers(2, 6),
+    steps=st.integers(1, 9),
+    name=st.sampled_from(sorted(COEFFICIENTS)),
+    seed=seeds,
+)
+def test_the_gram_form_of_a_wide_matrix_is_the_textbook_iteration(rows, aspect, steps, name, seed):
+    X = gaussian(rows, rows * aspect, seed=seed)
+    expected = X.double() / (COEFFICIENTS[name].safety * X.double().norm())
+    for a, b, c in COEFFICIENTS[name].triples(steps):
+        A = expected @ expected.mT
+        expected = a * expected + (b * A + c * A @ A) @ expected
+    image = newton_schulz(X, steps=steps, coefficients=name)
+    torch.testing.assert_close(image.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(300, 301), (301, 700), (257, 256)])
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_large_matrices_are_mapped_by_the_same_iteration(shape, name):
+    """Products of which only three of four blocks are computed, on values over six decades."""
+    rank = min(shape)
+    U, V = (orthogonal(n, seed=n)[:, :rank] for n in shape)
+    S = torch.logspace(0, -6, rank)
+    X = (U * S) @ V.mT
+    expected = X.double() / (COEFFICIENTS[name].safety * X.double().norm())
+    expected = expected if shape[0] <= shape[1] else expected.mT
+    for a, b, c in COEFFICIENTS[name].triples(5):
+        A = expected @ expected.mT
+        expected = a * expected + (b * A + c * A @ A) @ expected
+    image = newton_schulz(X, coefficients=name)
+    image = image if shape[0] <= shape[1] else image.mT
+    torch.testing.assert_close(image.double(), expected, rtol=0, atol=2e-3)
+
+
+def test_the_iteration_may_run_in_bfloat16():
+    X = gaussian(64, 96)
+    image = newton_schulz(X, dtype=torch.bfloat16)
+    assert image.dtype is torch.float32
+    exact = newton_schulz(X)
+    assert torch.nn.functional.cosine_similarity(image.flatten(), exact.flatten(), dim=0) > 0.995
+    assert not torch.equal(image, exact)
+
+
+# Power iteration
+
+
+@few
+@given(shape=shapes, seed=seeds, gap=st.floats(1.2, 10))
+def test_power_iteration_finds_a_value_that_stands_out(shape, seed, gap):
+    rank = min(shape)
+    U, V = (orthogonal(n, seed=seed + n)[:, :rank] for n in shape)
+    S = torch.cat([torch.tensor([gap]), torch.rand(rank - 1)])
+    assert spectral_norm((U * S) @ V.mT).item() == pytest.approx(gap, rel=1e-3)
+
+
+def test_power_iteration_stays_just_below_the_norm_of_noise():
+    X = gaussian(4, 96, 128)
+    exact = torch.linalg.matrix_norm(X, ord=2)
+    found = spectral_norm(X).flatten()
+    assert (found <= exact * 1.00001).all()
+    assert (found > 0.97 * exact).all()
+    assert torch.equal(spectral_norm(torch.zeros(2, 3)), torch.zeros(1, 1))
+
+
+# Noise of a known level
+
+
+@pytest.mark.parametrize(
+    ("beta", "y", "frobenius", "operator", "nuclear"),
+    [
+        (1.0, 3.0, 2.236068, 2.618034, 1.854102),
+        (1.0, 2.5, 1.5, 2.0, 1.0),
+        (1.0, 2.1, 0.640312, 1.370156, 0.0),
+        (0.25, 3.0, 2.561738, 2.778058, 2.381756),
+        (0.25, 2.0, 1.280869, 1.629684, 0.974061),
+        (0.25, 1.6, 0.528892, 1.038322, 0.047346),
+    ],
+)
+def test_shrinkers_have_their_known_values(beta, y, frobenius, operator, nuclear):
+    """In the units of a noise of 0.5 an entry; a 1/4 matrix may stand or lie."""
+    n, s = 400, 0.5
+    m = int(beta * n)
+    values = torch.tensor([y * s * n**0.5])
+    for rule, expected in (("frobenius", frobenius), ("operator", operator), ("nuclear", nuclear)):
+        for rows, columns in ((m, n), (n, m)):
+            shrunk = shrink_singular_values(
+                values, rows=rows, columns=columns, noise_std=s, rule=rule
+            )
+            assert shrunk.item() / (s * n**0.5) == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "threshold"),
+    [(300, 300, 2.309401), (150, 300, 1.978599), (100, 300, 1.838544), (75, 300, 1.758029)],
+)
+def test_the_hard_threshold_is_at_its_known_value(m, n, threshold):
+    s = 0.1
+    values = torch.tensor([threshold * (1 + 1e-5), threshold * (1 - 1e-5)]).double() * s * n**0.5
+    kept = shrink_singular_values(values, rows=m, columns=n, noise_std=s, rule="hard")
+    assert kept[0] == values[0]
+    assert kept[1] == 0
+
+
+@pytest.mark.parametrize(("beta", "y", "weight"), [(1.0, 3.0, 0.854102), (0.25, 2.0, 0.785962)])
+def test_weights_of_the_clean_polar_factor_have_their_known_values(beta, y, weight):
+    values = torch.tensor([y * 20.0])
+    weights = polar_weights(values, rows=int(400 * beta), columns=400, noise_std=1.0)
+    assert weights.item() == pytest.approx(weight, abs=2e-6)
+
+
+@few
+@given(y=st.floats(0, 50), beta=st.floats(0.01, 1))
+def test_shrinking_never_grows_a_value_and_orders_the_rules(y, beta):
+    n = 1000
+    m = max(1, int(beta * n))
+    shrunk = {
+        rule: shrink_singular_values(
+            torch.tensor([y * n**0.5]), rows=m, columns=n, noise_std=1.0, rule=rule
+        ).item()
+        for rule in SHRINKERS
+    }
+    assert 0 <= shrunk["nuclear"] <= shrunk["frobenius"] + 1e-9
+    assert shrunk["frobenius"] <= shrunk["operator"] + 1e-9
+    assert shrunk["operator"] <= y * n**0.5 + 1e-9
+    weight = polar_weights(torch.tensor([y * n**0.5]), rows=m, columns=n, noise_std=1.0).item()
+    assert weight == pytest.approx(  # the identity: Frobenius = x c_L c_R
+        shrunk["frobenius"] / shrunk["operator"] if shrunk["operator"] else 0.0, abs=1e-9
+    )
+
+
+@pytest.mark.parametrize("false_alarm", [0.05, 0.01])
+def test_pure_noise_clears_the_gate_as_often_as_said(false_alarm):
+    draws = torch.linalg.matrix_norm(gaussian(3000, 24, 48, seed=1), ord=2)
+    alarms = (draws > detection_gate(24, 48, false_alarm=false_alarm)).float().mean().item()
+    assert abs(alarms - false_alarm) < 4 * (false_alarm / 3000) ** 0.5
+    assert (draws > 24**0.5 + 48**0.5).float().mean() > 0.1  # the bare edge does not do
+
+
+def test_the_clean_values_are_recovered_from_a_noisy_matrix():
+    m, n, s = 200, 400, 0.01
+    clean = torch.tensor([3.0, 2.0, 1.5]) * s * n**0.5
+    U, V = orthogonal(m, seed=1)[:, :3], orthogonal(n, seed=2)[:, :3]
+    noisy = (U * clean) @ V.mT + s * gaussian(m, n, seed=3)
+    found = shrink_singular_values(
+        torch.linalg.svdvals(noisy), rows=m, columns=n, noise_std=s, rule="operator"
+    )
+    torch.testing.assert_close(found[:3].float(), clean, rtol=0.05, atol=0)
+    assert (found[3:] < 1.05 * s * hidden_signal(m, n)).all()
+
+
+# Maps by name
+
+
+def test_every_map_gives_zero_for_zero_and_only_there():
+    X = torch.stack([torch.zeros(6, 9), 1e-3 * gaussian(6, 9)])
+    for name in SPECTRAL_MAPS:
+        image = spectral_map(X, name=name, noise_std=1e-3)
+        assert torch.equal(image[0], X[0]), name
+        assert image[1].norm() > 0.5, name
+        assert image.isfinite().all(), name
+
+
+@pytest.mark.parametrize("name", sorted(NOISE_AWARE_MAPS))
+def test_where_nothing_is_detectable_the_filtered_gradient_is_the_direction(name):
+    X = 1e-3 * gaussian(48, 64)
+    image = spectral_map(X, name=name, noise_std=1.1e-3)
+    norm = 48**0.5 if name == "selective" else 1.0
+    torch.testing.assert_close(image, X * norm / X.norm(), rtol=1e-5, atol=1e-6)
+
+
+def signal_in_noise(rank=3, *, size=1.0, m=96, n=128, s=1e-3):
+    U, V = orthogonal(m, seed=1)[:, :rank], orthogonal(n, seed=2)[:, :rank]
+    clean = torch.linspace(8, 5, rank) * s * n**0.5 * size
+    return U @ V.mT, (U * clean) @ V.mT + s * gaussian(m, n, seed=3)
+
+
+@pytest.mark.parametrize("name", ["known_noise_polar", "hard_threshold", "shrink_frobenius"])
+def test_a_known_noise_level_aligns_the_direction_with_the_clean_one(name):
+    """Plain orthogonalisation gives each of 93 directions of noise the weight of a signal's."""
+    clean, noisy = signal_in_noise()
+    cosine = torch.nn.functional.cosine_similarity
+    image = spectral_map(noisy, name=name, noise_std=1e-3)
+    plain = spectral_map(noisy, name="svd")
+    assert cosine(image.flatten(), clean.flatten(), dim=0) > 0.9
+    assert cosine(plain.flatten(), clean.flatten(), dim=0) < 0.3
+    assert torch.linalg.matrix_rank(image, rtol=1e-3) == 3
+    assert torch.linalg.matrix_norm(image, ord=2) <= 1.0001
+
+
+def test_without_noise_the_known_noise_polar_is_the_polar_factor():
+    X = gaussian(5, 9)
+    image = spectral_map(X, name="known_noise_polar", noise_std=0.0)
+    torch.testing.assert_close(image, polar_factor(X), rtol=1e-5, atol=1e-5)
+    X = X @ torch.diag(torch.linspace(1, 3, 9))
+    for name in ("shrink_frobenius", "shrink_operator", "hard_threshold"):
+        image = spectral_map(X, name=name, noise_std=0.0)
+        torch.testing.assert_close(image, X / torch.linalg.matrix_norm(X, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_selective_orthogonalises_a_matrix_exactly_where_its_signal_clears_the_gate():
+    _, strong = signal_in_noise()
+    _, weak = signal_in_noise(size=0.05)
+    image = spectral_map(torch.stack([strong, weak]), name="selective", noise_std=1e-3)
+    torch.testing.assert_close(image[0], newton_schulz(strong), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(image[1], weak * 96**0.5 / weak.norm(), rtol=1e-4, atol=1e-4)
+
+
+@few
+@given(shape=shapes, seed=seeds, name=st.sampled_from(sorted(SPECTRAL_MAPS)))
+def test_every_map_treats_a_stack_and_a_transpose_as_its_matrices(shape, seed, name):
+    X = gaussian(2, *shape, seed=seed)
+    kwargs = {"name": name, "noise_std": 0.3}
+    image = spectral_map(X, **kwargs)
+    looped = torch.stack([spectral_map(matrix, **kwargs) for matrix in X])
+    torch.testing.assert_close(image, looped, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(spectral_map(X.mT, **kwargs), image.mT, rtol=1e-3, atol=1e-3)
 
 
 def test_every_table_says_where_it_comes_from():
