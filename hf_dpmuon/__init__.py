@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
     from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
     from hf_dpmuon.diagnostics import signal_to_noise
-    from hf_dpmuon.grad_sample import HooksGradSampleModule
+    from hf_dpmuon.grad_sample import (
+        BookKeepingGradSampleModule,
+        GhostGradSampleModule,
+        HooksGradSampleModule,
+    )
     from hf_dpmuon.ledger import PrivacyLedger
     from hf_dpmuon.mechanism import GaussianMechanism
     from hf_dpmuon.model_card import build_model_card, privacy_report
@@ -37,7 +41,11 @@ _ROOMS = {
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "load_image_dataset"),
     "diagnostics": ("signal_to_noise",),
-    "grad_sample": ("HooksGradSampleModule",),
+    "grad_sample": (
+        "BookKeepingGradSampleModule",
+        "GhostGradSampleModule",
+        "HooksGradSampleModule",
+    ),
     "ledger": ("PrivacyLedger",),
     "mechanism": ("GaussianMechanism",),
     "model_card": ("build_model_card", "privacy_report"),
@@ -50,12 +58,14 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
+    "BookKeepingGradSampleModule",
     "DPMuon",
     "DPSGD",
     "DPTrainer",
     "DPTrainingArguments",
     "DataArguments",
     "GaussianMechanism",
+    "GhostGradSampleModule",
     "HooksGradSampleModule",
     "ImageExamples",
     "LogicalBatch",

@@ -20,6 +20,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
 
 __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
@@ -27,7 +28,6 @@ __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_argu
 # Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
 LEARNING_RATES = {"sgd": 0.01, "muon": 2e-3}
 ACCOUNTANTS = ("rdp", "prv")
-GRAD_SAMPLE_MODES = ("hooks",)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class DataArguments:
 
 
 @dataclass
-class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
+class DPTrainingArguments(TrainingArguments):
     """``TrainingArguments`` plus the privacy knobs; see each field's help.
 
     Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
@@ -151,7 +151,11 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
         default="rdp", metadata={"help": "Accountant of the reported epsilon: rdp or prv."}
     )
     grad_sample_mode: str = field(
-        default="hooks", metadata={"help": "Engine of the per-sample gradients: hooks."}
+        default="bookkeeping",
+        metadata={
+            "help": "Engine of the per-sample gradients: bookkeeping (fast), ghost (least memory) "
+            "or hooks (the reference)."
+        },
     )
     dp_optimizer: str = field(default="muon", metadata={"help": "muon or sgd."})
     learning_rate: float | None = field(  # type: ignore[assignment]
@@ -208,7 +212,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
             self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
         self._check_privacy()
         self._check_training_loop()
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
 
@@ -239,7 +243,7 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
         for name, value, legal in (
             ("clipping", self.clipping, get_args(Clipping)),
             ("accountant", self.accountant, ACCOUNTANTS),
-            ("grad_sample_mode", self.grad_sample_mode, GRAD_SAMPLE_MODES),
+            ("grad_sample_mode", self.grad_sample_mode, tuple(ENGINES)),
             ("dp_optimizer", self.dp_optimizer, tuple(LEARNING_RATES)),
         ):
             if value not in legal:
@@ -297,8 +301,9 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
             "fp16": (self.fp16, "is not supported yet; train in float32"),
             "bf16": (self.bf16, "is not supported yet; train in float32"),
             "activation_checkpointing": (
-                bool(self.activation_checkpointing or self.gradient_checkpointing),
-                "recomputes layers behind the hooks; set a smaller per_device_train_batch_size",
+                bool(self.activation_checkpointing or self.gradient_checkpointing)
+                and self.grad_sample_mode == "hooks",
+                "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
             ),
             "optim": (
                 self.optim != TrainingArguments.optim
@@ -321,6 +326,10 @@ class DPTrainingArguments(TrainingArguments):  # type: ignore[misc]
             "debug": (
                 bool(self.debug) and "underflow_overflow" in str(self.debug),
                 "prints raw activations of private images; leave it empty",
+            ),
+            "clipping": (
+                self.clipping == "per_layer" and self.grad_sample_mode == "ghost",
+                "would need a backward pass a layer; set grad_sample_mode='bookkeeping'",
             ),
             "noise_seed": (
                 self.noise_seed is not None and self.noise_seed < 0,
@@ -378,7 +387,7 @@ def parse_arguments(
     """
     kinds = (ModelArguments, DataArguments, DPTrainingArguments)
     parser = HfArgumentParser(
-        kinds,
+        list(kinds),  # type: ignore[arg-type]
         description="Fine-tune a pretrained vision model with differential privacy.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dpmuon.grad_sample import HooksGradSampleModule
+from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.sampling import secret_generator
 
 __all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
@@ -113,7 +113,7 @@ class GaussianMechanism:
 
     def __init__(
         self,
-        module: HooksGradSampleModule,
+        module: PerSampleEngine,
         *,
         noise_multiplier: float,
         max_grad_norm: float,
@@ -224,7 +224,7 @@ class GaussianMechanism:
             private = torch.as_tensor(noise, device=parameter.device).mul_(scale)
             private.add_(self._sums[name]).div_(self.expected_batch_size)
             checksum.update(name.encode())
-            checksum.update(private.cpu().numpy())
+            checksum.update(private.cpu().numpy().tobytes())
             parameter.grad = private.to(parameter.dtype)
         return checksum.hexdigest()
 
@@ -242,6 +242,6 @@ class GaussianMechanism:
         )
 
 
-def _trainable(module: HooksGradSampleModule) -> dict[str, torch.nn.Parameter]:
+def _trainable(module: PerSampleEngine) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters by their name in the plain model."""
     return {name: p for name, p in module._module.named_parameters() if p.requires_grad}

@@ -33,7 +33,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
@@ -46,7 +46,7 @@ from hf_dpmuon.accounting import (
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.diagnostics import signal_to_noise
-from hf_dpmuon.grad_sample import HooksGradSampleModule
+from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
@@ -174,7 +174,7 @@ class _LogicalBatches(Dataset[LogicalBatch]):
             return next(self._batches)
 
 
-class PrivacyProgressCallback(ProgressCallback):  # type: ignore[misc]
+class PrivacyProgressCallback(ProgressCallback):
     """The base class's progress bar, with the epsilon spent so far."""
 
     def __init__(self, epsilon: Callable[[], float]) -> None:
@@ -185,10 +185,10 @@ class PrivacyProgressCallback(ProgressCallback):  # type: ignore[misc]
         """Advance the bar and show epsilon."""
         if self.training_bar is not None:
             self.training_bar.set_postfix(epsilon=f"{self.epsilon():.3f}", refresh=False)
-        super().on_step_end(args, state, control, **kwargs)
+        super().on_step_end(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class BudgetCallback(TrainerCallback):  # type: ignore[misc]
+class BudgetCallback(TrainerCallback):
     """Stops training once no further step is affordable."""
 
     def __init__(self, remaining: Callable[[], int]) -> None:
@@ -202,7 +202,7 @@ class BudgetCallback(TrainerCallback):  # type: ignore[misc]
         return control
 
 
-class DPTrainer(Trainer):  # type: ignore[misc]
+class DPTrainer(Trainer):
     """``Trainer`` whose gradients are private before anything else sees them.
 
     Args:
@@ -228,6 +228,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     """
 
     args: DPTrainingArguments
+    model: nn.Module
+    train_dataset: Dataset[Any]
 
     def __init__(
         self,
@@ -374,11 +376,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: DataLoader[Any] | None = None
     ) -> nn.Module:
-        if not training or isinstance(model, HooksGradSampleModule):
+        if not training or isinstance(model, PerSampleEngine):
             return model
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
         prepared.train()
-        engine = HooksGradSampleModule(prepared)
+        engine = ENGINES[self.args.grad_sample_mode](prepared)
         self._check_per_sample_gradients(engine)
         self._mechanism = GaussianMechanism(
             engine,
@@ -394,7 +396,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
+        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
         # Only now: whatever refuses to train has refused, and nothing was written.
@@ -403,7 +405,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     # ---- the private step ----
 
-    def training_step(
+    def training_step(  # type: ignore[override]  # a logical batch, not a dict
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
         """Replace the gradient of one logical batch by its private release.
@@ -466,7 +468,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         )
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
 
-    def _check_per_sample_gradients(self, engine: HooksGradSampleModule) -> None:
+    def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
         """Compare the engine with a batch of one, on random images and slightly moved weights.
 
         Raises:
@@ -494,39 +496,41 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                     module.training = mode
 
     def _compare_with_batch_of_one(
-        self, engine: HooksGradSampleModule, parameters: dict[str, nn.Parameter]
+        self, engine: PerSampleEngine, parameters: dict[str, nn.Parameter]
     ) -> None:
         template = self.train_dataset[0]
         rows = [_random_row_like(template, label) for label in (0, 1, 0, 1, 1)]
 
-        def backward(selected: Sequence[dict[str, Tensor]]) -> int:
+        def backward(model: nn.Module, selected: Sequence[dict[str, Tensor]]) -> int:
             engine.discard()
             torch.manual_seed(0)
             batch = self._prepare_inputs(self.data_collator(list(selected)))
-            loss = self.compute_loss(engine, batch)
+            loss = self.compute_loss(model, batch)
             (loss * len(batch["labels"])).backward()
             return len(batch["labels"])
 
         def first_of(selected: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-            size = backward(selected)
+            size = backward(engine, selected)
             into = {name: torch.zeros_like(p) for name, p in parameters.items()}
             first = torch.zeros(size, device=self.args.device)
             first[0] = 1.0
-            engine.add_weighted_sum(dict.fromkeys(parameters, first), into=into)
+            reached = engine.per_sample_norms()
+            engine.add_weighted_sum(dict.fromkeys(reached, first), into=into)
             return into
 
-        backward(rows[:1])
-        alone = {name: p.grad for name, p in parameters.items()}
-        dead = [name for name, gradient in alone.items() if gradient is None]
+        engine.disable_hooks()
+        backward(self.model, rows[:1])  # by autograd alone
+        engine.enable_hooks()
+        dead = [name for name, p in parameters.items() if p.grad is None]
         if dead:
             raise ValueError(
                 f"trainable parameters that the loss does not reach: {', '.join(dead)}; freeze "
                 "them with requires_grad_(False) before the trainer is built."
             )
+        alone = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         in_one_batch, in_another = first_of(rows[:3]), first_of([rows[0], *rows[3:]])
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in alone.values()))  # type: ignore[union-attr]
+        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in alone.values()))
         for name, gradient in alone.items():
-            assert gradient is not None
             tolerance = 1e-3 * float(gradient.norm()) + 1e-5 * norm
             if float((in_one_batch[name] - in_another[name]).norm()) > tolerance:
                 raise ValueError(
@@ -606,8 +610,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         )
 
     @property
+    def _folder(self) -> Path:
+        assert self.args.output_dir is not None
+        return Path(self.args.output_dir)
+
+    @property
     def _ledger_path(self) -> Path:
-        return Path(self.args.output_dir) / LEDGER_FILE
+        return self._folder / LEDGER_FILE
 
     def _count_affordable(self) -> int:
         if self.args.target_epsilon is None:
@@ -631,11 +640,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if resume is None or resume is False:
             return None
         if resume is True:
-            found = (
-                get_last_checkpoint(self.args.output_dir)
-                if os.path.isdir(self.args.output_dir)
-                else None
-            )
+            found = get_last_checkpoint(self._folder) if self._folder.is_dir() else None
             if found is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds "
@@ -660,7 +665,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 f"the data now has {self.plan.num_units}; resume with the same data."
             )
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
-        own_run = checkpoint.resolve().parent == Path(self.args.output_dir).resolve()
+        own_run = checkpoint.resolve().parent == self._folder.resolve()
         if own_run and self._ledger_path.exists():
             self.ledger = PrivacyLedger.load(self._ledger_path)
             if not self.ledger.extends(at_checkpoint):
@@ -705,6 +710,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self.model.load_state_dict(state)
 
     def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _open_run(self) -> None:
@@ -766,10 +772,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         if not self.args.should_save:
             return
-        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder = self._folder if output_dir is None else Path(output_dir)
         if self._loaded is not None:
             save_model(self._loaded, folder)
         else:
+            assert isinstance(self.model, PreTrainedModel)
             self.model.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
@@ -783,7 +790,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self.ledger is None or len(self.ledger) == 0:
             raise ValueError("a card needs a ledger with noise draws: train first.")
         card = self._card(model_card.privacy_report(self.ledger))
-        (Path(self.args.output_dir) / CARD_FILE).write_text(card, encoding="utf-8")
+        (self._folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     def _card(self, report: model_card.PrivacyReport) -> str:
         args = self.args
@@ -796,7 +803,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 "method": {"muon": "DP-Muon", "sgd": "DP-SGD"}[args.dp_optimizer],
                 "learning rate": args.learning_rate,
                 "learning rate of the rest": args.vector_learning_rate,
-                "schedule": f"{args.lr_scheduler_type.value}, warm-up {args.warmup_steps:g}",
+                "schedule": SchedulerType(args.lr_scheduler_type).value,
+                "warm-up": f"{args.warmup_steps:g}",
                 "expected batch size": args.logical_batch_size,
                 "steps": self.plan.steps,
             },
@@ -807,7 +815,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
         if not self.args.should_save or self.ledger is None:
             return
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        folder = self._folder / f"checkpoint-{self.state.global_step}"
         if not folder.is_dir():  # rotated away already
             return
         assert self._mechanism is not None

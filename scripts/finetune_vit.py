@@ -108,6 +108,7 @@ def main() -> None:
     for name in ("hf_dpmuon", "finetune_vit"):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).propagate = False
     try:
         model_args, data_args, args = parse_arguments()
         finetune(model_args, data_args, args)

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageClassification, Trainer, TrainingArgum
 
 from hf_dpmuon.accounting import compute_epsilon
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.sampling import PoissonSampler, secret_generator
 from hf_dpmuon.spectral import newton_schulz
@@ -100,9 +101,9 @@ class Spy(DPTrainer):
         assert largest_difference(before, weights(self.model)) == 0
         for p in self.model.parameters():
             assert p.grad_sample is None
-            assert not hasattr(p, "_current_grad_sample")
-        for module in self.model.modules():
-            assert not any("activation" in key and vars(module)[key] for key in vars(module))
+        for holder in (*self.model.modules(), self.model_wrapped, *self.model.parameters()):
+            kept = {"activations", "_current_grad_sample", "_uses", "_outputs", "_norms"}
+            assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
         assert all(float(s.abs().max()) == 0 for s in self._mechanism._sums.values())
         self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
         self.ledger_lengths.append(len(PrivacyLedger.load(self._ledger_path)))
@@ -153,10 +154,17 @@ def by_hand(
                 p -= lrs[step] * update
 
 
+@pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("rule", ["muon", "sgd"])
-def test_training_equals_a_by_hand_oracle(tmp_path, rule):
+def test_training_equals_a_by_hand_oracle(tmp_path, rule, mode):
     model = tiny_vit()
-    trainer = trainer_of(tmp_path, dp_optimizer=rule, lr_scheduler_type="constant", warmup_steps=0)
+    trainer = trainer_of(
+        tmp_path,
+        dp_optimizer=rule,
+        grad_sample_mode=mode,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+    )
     trainer.train()
     by_hand(model, steps=4, sigma=1.0, C=1.0, rule=rule, lrs=[0.1] * 4)
     assert largest_difference(weights(trainer.model), weights(model)) < 1e-6
@@ -236,8 +244,9 @@ def test_without_noise_and_bound_it_is_a_plain_trainer(tmp_path):
     assert largest_difference(weights(ours.model), weights(plain)) < 1e-5
 
 
+@pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("kind", TINY_MODELS)
-def test_every_kind_of_model_trains_and_every_parameter_moves(tmp_path, kind):
+def test_every_kind_of_model_trains_and_every_parameter_moves(tmp_path, kind, mode):
     # Case 17: no trainable parameter may be left out silently.
     from hf_dpmuon.data import ImageFormat
     from hf_dpmuon.models import LoadedModel
@@ -254,7 +263,7 @@ def test_every_kind_of_model_trains_and_every_parameter_moves(tmp_path, kind):
             label_names=("a", "b", "c"),
             notes=(),
         )
-    trainer = trainer_of(tmp_path, handed, kind=Spy, max_steps=2)
+    trainer = trainer_of(tmp_path, handed, kind=Spy, max_steps=2, grad_sample_mode=mode)
     trainer.train()
     after = weights(trainer.model)
     assert all(not torch.equal(before[n], after[n]) for n in before)
@@ -595,13 +604,18 @@ class SummedTrainer(DPTrainer):
         return F.cross_entropy(logits, inputs["labels"], reduction="sum")
 
 
-def test_a_loss_that_couples_samples_is_refused(tmp_path):
+@pytest.mark.parametrize("mode", ENGINES)
+def test_a_loss_that_couples_samples_is_refused(tmp_path, mode):
     # Case 125.
-    fails_to_train(trainer_of(tmp_path, kind=ContrastiveTrainer), "changes with the other samples")
+    fails_to_train(
+        trainer_of(tmp_path, kind=ContrastiveTrainer, grad_sample_mode=mode),
+        "changes with the other samples",
+    )
 
 
-def test_a_loss_that_is_no_mean_is_refused(tmp_path):
-    fails_to_train(trainer_of(tmp_path, kind=SummedTrainer), "batch of one")
+@pytest.mark.parametrize("mode", ENGINES)
+def test_a_loss_that_is_no_mean_is_refused(tmp_path, mode):
+    fails_to_train(trainer_of(tmp_path, kind=SummedTrainer, grad_sample_mode=mode), "batch of one")
 
 
 def test_a_collator_that_mixes_samples_is_refused(tmp_path):
@@ -616,10 +630,11 @@ def test_a_collator_that_mixes_samples_is_refused(tmp_path):
     fails_to_train(trainer, "changes with the other samples")
 
 
-def test_dead_parameters_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("mode", ENGINES)
+def test_dead_parameters_are_refused_by_name(tmp_path, mode):
     # Case 10.
     model = tiny_dinov2(use_mask_token=True)
-    fails_to_train(trainer_of(tmp_path, model), "mask_token")
+    fails_to_train(trainer_of(tmp_path, model, grad_sample_mode=mode), "mask_token")
 
 
 def test_the_check_moves_no_weight_and_no_generator(tmp_path):

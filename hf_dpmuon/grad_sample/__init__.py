@@ -10,8 +10,15 @@ from hf_dpmuon.grad_sample.engine import PerSampleEngine
 from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
 
 __all__ = [
+    "ENGINES",
     "BookKeepingGradSampleModule",
     "GhostGradSampleModule",
     "HooksGradSampleModule",
     "PerSampleEngine",
 ]
+
+ENGINES: dict[str, type[PerSampleEngine]] = {
+    "bookkeeping": BookKeepingGradSampleModule,
+    "ghost": GhostGradSampleModule,
+    "hooks": HooksGradSampleModule,
+}

@@ -1,0 +1,42 @@
+# Everything a developer or CI runs. Each target installs what it needs into $(VENV) first.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install finetune test test-slow lint format types check clean
+
+help:  ## Say what the targets do.
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+install: $(INSTALLED)  ## Make the virtual environment.
+
+finetune: install  ## Fine-tune a small ViT privately on handwritten digits, offline.
+	HF_HUB_OFFLINE=1 $(BIN)/accelerate launch scripts/finetune_vit.py --config configs/quickstart.yaml
+
+test: install  ## Run the tests, offline, on the CPU.
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+test-slow: install  ## Run the tests that take minutes.
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
+
+lint: install  ## Check style and format.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install  ## Mend style and format.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: install  ## Check types.
+	$(BIN)/mypy
+
+check: lint types test  ## All that CI runs.
+
+clean:  ## Remove what the targets made, but no outputs.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

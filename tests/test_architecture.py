@@ -1,0 +1,124 @@
+"""The shape of the package: who imports whom, who draws noise, what the public names are."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import hf_dpmuon
+
+PACKAGE = Path(hf_dpmuon.__file__).parent
+
+# Each room may import only rooms above it.
+ROOMS = [
+    "accounting",
+    "sampling",
+    "data",
+    "models",
+    "grad_sample",
+    "filters",
+    "spectral",
+    "mechanism",
+    "ledger",
+    "optim",
+    "diagnostics",
+    "model_card",
+    "arguments",
+    "trainer",
+]
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {n.split(".")[1] for n in names if n.startswith("hf_dpmuon.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_imports_only_rooms_above_it(path):
+    room = room_of(path)
+    above = ROOMS[: ROOMS.index(room)]
+    assert imported_rooms(path) <= {*above, room}
+
+
+def calls(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            function = node.func
+            found.add(
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
+    return found
+
+
+def test_gaussian_noise_is_drawn_in_the_mechanism_only():
+    drawing = {"standard_normal", "normal", "normal_", "randn", "randn_like"}
+    rooms = {room_of(path) for path in FILES if calls(path) & drawing}
+    # The trainer's set-up check moves weights and images at random and puts them back.
+    assert rooms == {"mechanism", "trainer"}
+    source = (PACKAGE / "trainer.py").read_text()
+    assert source.count("randn") == 2
+    assert "torch.random.fork_rng" in source
+
+
+def test_optimizers_and_spectral_maps_know_no_mechanism():
+    for room in ("optim", "spectral", "filters"):
+        path = PACKAGE / f"{room}.py"
+        if path.exists():
+            assert not imported_rooms(path) & {"mechanism", "ledger", "grad_sample", "sampling"}
+
+
+def test_every_room_is_in_the_table_and_says_what_it_exports():
+    for path in FILES:
+        assert room_of(path) in ROOMS
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+    for room in {room_of(path) for path in FILES}:
+        module = import_module(f"hf_dpmuon.{room}")
+        assert set(module.__all__) <= set(vars(module)), room
+
+
+def test_every_public_name_exists_and_comes_from_the_room_that_exports_it():
+    for name in hf_dpmuon.__all__:
+        assert getattr(hf_dpmuon, name) is not None
+    assert sorted(hf_dpmuon.__all__) == sorted(hf_dpmuon._ROOM_OF)
+    for name, room in hf_dpmuon._ROOM_OF.items():
+        assert name in import_module(f"hf_dpmuon.{room}").__all__
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    typed = {
+        (alias.name, node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_dpmuon.")
+        for alias in node.names
+    }
+    assert typed == {(n, f"hf_dpmuon.{room}") for n, room in hf_dpmuon._ROOM_OF.items()}
+    with pytest.raises(AttributeError, match="no_such_name"):
+        hf_dpmuon.no_such_name  # noqa: B018
+
+
+def test_importing_the_package_and_an_epsilon_is_light():
+    heavy = "{'datasets', 'timm', 'matplotlib', 'transformers'}"
+    code = (
+        "import sys, hf_dpmuon; hf_dpmuon.compute_epsilon; "
+        f"loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+

@@ -1,0 +1,175 @@
+"""Arguments: files and command line, defaults, and every refusal with its sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_dpmuon.arguments import (
+    DataArguments,
+    DPTrainingArguments,
+    ModelArguments,
+    parse_arguments,
+)
+
+
+def arguments(tmp_path: Path, **settings: object) -> DPTrainingArguments:
+    return DPTrainingArguments(
+        **{"output_dir": str(tmp_path), "noise_multiplier": 1.0, "use_cpu": True, **settings}
+    )
+
+
+REFUSED = [
+    ({"noise_multiplier": None}, "neither is set"),
+    ({"target_epsilon": 8.0}, "both are set"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+    ({"noise_multiplier": float("inf")}, "noise_multiplier=inf"),
+    ({"noise_multiplier": None, "target_epsilon": 0.0}, "target_epsilon=0.0"),
+    ({"noise_multiplier": None, "target_epsilon": float("nan")}, "target_epsilon=nan"),
+    ({"target_delta": 0.0}, "target_delta=0.0"),
+    ({"target_delta": 1.0}, "target_delta=1.0"),
+    ({"per_sample_max_grad_norm": 0.0}, "per_sample_max_grad_norm=0.0"),
+    ({"per_sample_max_grad_norm": float("inf")}, "per_sample_max_grad_norm=inf"),
+    ({"logical_batch_size": 0}, "logical_batch_size=0"),
+    ({"clipping": "norm"}, "clipping='norm'"),
+    ({"accountant": "gdp"}, "accountant='gdp'"),
+    ({"grad_sample_mode": "ew"}, "grad_sample_mode='ew'"),
+    ({"dp_optimizer": "lamb"}, "dp_optimizer='lamb'"),
+    ({"noise_seed": -1}, "noise_seed=-1"),
+    ({"max_grad_norm": 1.0}, "per_sample_max_grad_norm"),
+    ({"gradient_accumulation_steps": 4}, "logical_batch_size"),
+    ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+    ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+    ({"torch_compile": True}, "torch_compile"),
+    ({"torch_compile_backend": "inductor"}, "torch_compile"),
+    ({"deepspeed": "ds.json"}, "deepspeed"),
+    ({"fsdp": "full_shard"}, "fsdp"),
+    ({"hub_strategy": "checkpoint"}, "hub_strategy"),
+    ({"hub_strategy": "all_checkpoints"}, "hub_strategy"),
+    ({"push_to_hub": True}, "push_to_hub"),
+    ({"fp16": True}, "fp16"),
+    ({"bf16": True}, "bf16"),
+    ({"optim": "sgd"}, "dp_optimizer"),
+    ({"optim_args": "a=1"}, "optim_args"),
+    ({"include_num_input_tokens_seen": True}, "size of private batches"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ({"debug": "underflow_overflow"}, "debug"),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+        "public_eval_split",
+    ),
+    ({"save_strategy": "best", "metric_for_best_model": "accuracy"}, "public_eval_split"),
+    ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "public_eval_split"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda v: str(v)[:60])
+def test_what_would_void_the_guarantee_is_refused_in_one_sentence(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        arguments(tmp_path, **settings)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith(".")
+
+
+def test_a_declared_public_split_may_choose_the_model(tmp_path):
+    args = arguments(
+        tmp_path,
+        load_best_model_at_end=True,
+        public_eval_split=True,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+    )
+    assert args.load_best_model_at_end
+
+
+def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
+    # Case 58.
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
+        arguments(tmp_path)
+
+
+def test_defaults_that_differ_from_the_base_class_are_the_documented_ones(tmp_path):
+    args = arguments(tmp_path)
+    assert args.max_grad_norm == 0  # case 109
+    assert args.remove_unused_columns is False  # case 86
+    assert args.hub_private_repo is True  # case 80
+    assert args.lr_scheduler_type.value == "cosine"
+    assert args.warmup_steps == 0.05
+    assert args.report_to == []
+    assert args.learning_rate == 2e-3
+    assert arguments(tmp_path, dp_optimizer="sgd").learning_rate == 0.01
+    assert arguments(tmp_path, learning_rate=0.5).learning_rate == 0.5
+
+
+def test_an_output_folder_of_its_own_is_chosen_when_none_is_named():
+    args = DPTrainingArguments(noise_multiplier=1.0, use_cpu=True)
+    assert args.output_dir.startswith("outputs/")
+
+
+def test_every_field_of_ours_has_help():
+    base = {f.name for f in dataclasses.fields(TrainingArguments)}
+    for kind in (ModelArguments, DataArguments, DPTrainingArguments):
+        for field in dataclasses.fields(kind):
+            if kind is not DPTrainingArguments or field.name not in base:
+                assert field.metadata.get("help"), field.name
+
+
+def config(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = config(
+        tmp_path,
+        "noise_multiplier: 1e0\nlogical_batch_size: 16\nrandom_flip: false\n"
+        f"output_dir: {tmp_path}\nuse_cpu: true\n",
+    )
+    model, data, args = parse_arguments(["--config", path, "--logical_batch_size", "32"])
+    assert (args.noise_multiplier, args.logical_batch_size) == (1.0, 32)
+    assert data.random_flip is False
+    assert model.model_name_or_path == "builtin:tiny-vit"
+
+
+def test_unknown_keys_are_refused_with_the_closest_known_one(tmp_path):
+    path = config(tmp_path, "target_epsilom: 8\n")
+    with pytest.raises(ValueError, match=r"'target_epsilom'.*'target_epsilon'"):
+        parse_arguments(["--config", path])
+    with pytest.raises(ValueError, match=r"'dataset_nam'.*'dataset_name'"):
+        parse_arguments(["--noise_multiplier", "1", "--dataset_nam", "x"])
+
+
+def test_half_a_name_is_not_a_name(tmp_path):
+    # An abbreviation would change its meaning when an option is added.
+    with pytest.raises(ValueError, match="target_eps"):
+        parse_arguments(["--target_eps", "8"])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "just words"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    with pytest.raises(ValueError, match="config="):
+        parse_arguments(["--config", config(tmp_path, text)])
+    with pytest.raises(ValueError, match="cannot be read"):
+        parse_arguments(["--config", str(tmp_path / "absent.yaml")])
+
+
+def test_a_value_of_the_wrong_type_is_refused():
+    with pytest.raises(ValueError, match="target_epsilon"):
+        parse_arguments(["--target_epsilon", "eight"])
+
+
+def test_a_wrong_choice_in_data_arguments_is_refused():
+    with pytest.raises(ValueError, match="on_corrupt='ignore'"):
+        DataArguments(on_corrupt="ignore")
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configs_are_accepted(path):
+    _, _, args = parse_arguments(["--config", str(path), "--use_cpu"])
+    assert args.target_epsilon is not None
