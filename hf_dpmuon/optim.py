@@ -1,29 +1,95 @@
 """Optimizers on gradients that are already private: momentum, direction, step.
 
-Receives ``p.grad`` as the mechanism left it; moves the weights. Nothing here knows of clipping or
-noise, so everything here is post-processing. ``p.grad`` is read, never written.
+Receives ``p.grad`` as the mechanism and the filter left it, and, where a method wants it, the
+public level of the noise in it; moves the weights. Nothing here clips or draws noise, so everything
+here is post-processing. ``p.grad`` is read, never written.
+
+Each method is a pure ``*_update`` function on lists of tensors; the classes hold state and call it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_dpmuon.filters import (
+    GradientFilter,
+    LinearResponse,
+    ema,
+    heavy_ball,
+    lookahead,
+    variance_factor,
+)
 from hf_dpmuon.models import ParameterRole, parameter_roles
-from hf_dpmuon.spectral import newton_schulz
+from hf_dpmuon.spectral import (
+    COEFFICIENTS,
+    NOISE_AWARE_MAPS,
+    SPECTRAL_MAPS,
+    scaled_polar,
+    spectral_map,
+)
 
-__all__ = ["DPSGD", "DPMuon", "create_optimizer", "routing_table"]
+__all__ = [
+    "ADJUST_LR",
+    "KnownNoise",
+    "DPSGD",
+    "DPAdam",
+    "DPMuon",
+    "DPMuonS",
+    "create_optimizer",
+    "routing_table",
+]
 
-MAX_ASPECT = 4.0  # cap of m/n in the scale of DP-Muon, from the paper's summary
+# Factors on the learning rate of an m x n matrix. The paper's is `original` with a cap, which its
+# summary states ("rectangular scaling"); the others are those of torch.optim.Muon.
+ADJUST_LR: dict[str, Callable[[int, int], float]] = {
+    "paper": lambda m, n: math.sqrt(min(4.0, max(1.0, m / n))),
+    "original": lambda m, n: math.sqrt(max(1.0, m / n)),
+    "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
+    "spectral_unclamped": lambda m, n: math.sqrt(m / n),
+}
+
+
+@dataclass(frozen=True)
+class KnownNoise:
+    """What is publicly known of the noise in the gradients that an optimizer reads.
+
+    Attributes:
+        std: Of the noise in every entry of a release, >= 0; ``GaussianMechanism.noise_std``.
+        filter: What the gradient passed through since its release.
+    """
+
+    std: float
+    filter: LinearResponse = GradientFilter.response
+
+    def __post_init__(self) -> None:
+        _check("std", self.std, low=0.0)
+
+    def variance(self, step: int) -> float:
+        """Of every entry of the gradient at ``step``, from 1."""
+        return self.std**2 * variance_factor([self.filter], step)
+
+    def std_after(self, momentum: LinearResponse, step: int) -> float:
+        """Of every entry of the momentum at ``step``, from 1."""
+        return self.std * math.sqrt(variance_factor([self.filter, momentum], step))
 
 
 def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
     if not low <= value < high:
         raise ValueError(f"{name}={value} must be in [{low}, {high}).")
+
+
+def _check_name(name: str, value: str, legal: Iterable[str]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(sorted(legal))}.")
+
+
+# ---- Updates: lists of tensors in, lists of tensors changed in place ----
 
 
 def sgd_update(
@@ -43,46 +109,125 @@ def sgd_update(
     torch._foreach_add_(parameters, buffers, alpha=-lr)
 
 
-def muon_lookahead(
-    gradients: list[Tensor], buffers: list[Tensor], *, momentum: float
-) -> tuple[Tensor, ...]:
-    """Nesterov average of the paper: M <- beta M + (1-beta) g in place; return (1-beta) g + beta M.
+def adam_update(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    first_moments: list[Tensor],
+    second_moments: list[Tensor],
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    noise_variance: float = 0.0,
+    noise_floor: float = 0.0,
+) -> None:
+    """AdamW step in place (as ``torch.optim.AdamW``), less the noise's part of the second moment.
 
-    The buffers are read by the returned tensors' computation only; they share no storage with them.
+    The denominator is sqrt(max(v_hat - noise_variance, noise_floor)) + eps (DP-AdamBC, arXiv
+    2312.14334; decoupled decay, arXiv 2511.07843).
+    """
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_lerp_(first_moments, gradients, 1 - betas[0])
+    torch._foreach_mul_(second_moments, betas[1])
+    torch._foreach_addcmul_(second_moments, gradients, gradients, 1 - betas[1])
+    denominators = torch._foreach_div(second_moments, 1 - betas[1] ** step)
+    if noise_variance:
+        torch._foreach_sub_(denominators, noise_variance)
+        torch._foreach_clamp_min_(denominators, noise_floor)
+    torch._foreach_sqrt_(denominators)
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(
+        parameters, first_moments, denominators, value=-lr / (1 - betas[0] ** step)
+    )
+
+
+def average_update(
+    gradients: list[Tensor], buffers: list[Tensor], *, momentum: float, nesterov: bool
+) -> list[Tensor]:
+    """M <- beta M + (1 - beta) g in place; return (1 - beta) g + beta M, or M without nesterov.
+
+    Without nesterov the result is the buffers themselves: to be read, not written.
     """
     torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-    return torch._foreach_lerp(gradients, buffers, momentum)
+    return list(torch._foreach_lerp(gradients, buffers, momentum)) if nesterov else buffers
 
 
-def muon_scale(rows: int, columns: int) -> float:
-    """sqrt(min(4, max(1, m/n))) of an m x n matrix (paper's summary, "rectangular scaling")."""
-    return math.sqrt(min(MAX_ASPECT, max(1.0, rows / columns)))
+def map_matrices(matrices: Sequence[Tensor], mapping: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Map many matrices, all of one shape (or its transpose) in one stacked call.
 
+    Args:
+        matrices: Each of two dimensions.
+        mapping: From a stack (k, m, n), m <= n, to a new one; commutes with transposition.
 
-def orthogonalize(matrices: list[Tensor], *, steps: int, coefficients: str) -> list[Tensor]:
-    """Newton-Schulz of many matrices: those of one shape (or its transpose) in one product."""
+    Returns:
+        New tensors of the shapes of ``matrices``.
+    """
     by_shape: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = matrix.shape
         by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     result = list(matrices)
-    for (rows, _), indices in by_shape.items():
-        wide = [matrices[i] if matrices[i].shape[0] == rows else matrices[i].mT for i in indices]
-        mapped = newton_schulz(torch.stack(wide), steps=steps, coefficients=coefficients)
-        for i, X in zip(indices, mapped, strict=True):
-            result[i] = X if matrices[i].shape[0] == rows else X.mT
+    for (short, _), indices in by_shape.items():
+        wide = [matrices[i] if matrices[i].shape[0] == short else matrices[i].mT for i in indices]
+        for i, image in zip(indices, mapping(torch.stack(wide)), strict=True):
+            result[i] = image if matrices[i].shape[0] == short else image.mT
     return result
 
 
-class _PrivateOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose groups name their ``rule``: "sgd" or "muon"."""
+def muon_update(
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    mapping: Callable[[Tensor], Tensor],
+    *,
+    lr: float,
+    weight_decay: float,
+    adjust_lr: str,
+    blocks: int,
+) -> None:
+    """Step of every matrix along its mapped momentum: W <- (1 - lr wd) W - lr factor map(M).
 
-    def __init__(self, groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
-        super().__init__(groups, defaults)
+    Args:
+        parameters: Of two or more dimensions; each is the matrix of its first by all others.
+        momenta: Of the same shapes; not written to.
+        mapping: See ``map_matrices``.
+        lr: Learning rate.
+        weight_decay: Decoupled.
+        adjust_lr: A key of ``ADJUST_LR``.
+        blocks: Number of matrices that each parameter stacks along its first dimension.
+    """
+    matrices = [block for M in momenta for block in M.reshape(len(M), -1).chunk(blocks)]
+    targets = [block for p in parameters for block in p.view(len(p), -1).chunk(blocks)]
+    directions = map_matrices(matrices, mapping)
+    factor = ADJUST_LR[adjust_lr]
+    torch._foreach_mul_(directions, [-lr * factor(*matrix.shape) for matrix in matrices])
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    torch._foreach_add_(targets, directions)
+
+
+# ---- Optimizers ----
+
+
+class _PrivateOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose groups name their ``rule``; every class knows "sgd".
+
+    Attributes:
+        noise: Public level of the noise in the gradients, or None. A constant of the run, like the
+            other attributes: copied and pickled with the optimizer, not part of its state dict.
+    """
+
+    noise: KnownNoise | None = None
+    noise_floor = 0.0
+    ns_dtype = torch.float32
+
+    def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
+        super().__init__(groups, {"steps": 0, "weight_decay": 0.0, **defaults})
         for group in self.param_groups:
             _check("lr", group["lr"], low=0.0)
-            _check("momentum", group["momentum"], low=0.0, high=1.0)
             _check("weight_decay", group["weight_decay"], low=0.0)
+            if group["rule"] != "adam":
+                _check("momentum", group["momentum"], low=0.0, high=1.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -98,28 +243,31 @@ class _PrivateOptimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             if parameters:
-                self._step_group(
-                    group,
-                    parameters,
-                    [p.grad for p in parameters],
-                    [self.state[p]["momentum_buffer"] for p in parameters],
-                )
+                group["steps"] += 1
+                self._step_group(group, parameters, [p.grad for p in parameters])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "noise": self.noise,
+            "noise_floor": self.noise_floor,
+            "ns_dtype": self.ns_dtype,
+        }
+
+    def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
+        for p in parameters:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(p)
+        return [self.state[p][name] for p in parameters]
 
     def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        buffers: list[Tensor],
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
         sgd_update(
             parameters,
             gradients,
-            buffers,
+            self._buffers(parameters, "momentum_buffer"),
             lr=group["lr"],
             momentum=group["momentum"],
             weight_decay=group["weight_decay"],
@@ -144,11 +292,119 @@ class DPSGD(_PrivateOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"rule": "sgd", "lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
 
-class DPMuon(_PrivateOptimizer):
+class DPAdam(_PrivateOptimizer):
+    """DP-Adam with decoupled weight decay; the step of ``torch.optim.AdamW``.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate, >= 0.
+        betas: Of the first and second moment, each in [0, 1).
+        eps: Added to the denominator, > 0.
+        weight_decay: Decoupled, >= 0.
+        noise: If given, the part of the second moment that is noise is subtracted (DP-AdamBC),
+            with the variance that the filter leaves.
+        noise_floor: What the corrected second moment is at least, as a share of that variance. The
+            default is about three standard errors of the second moment of pure noise at
+            beta_2 = .999, so that an entry that is all noise does not divide by almost nothing.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        noise: KnownNoise | None = None,
+        noise_floor: float = 0.1,
+    ) -> None:
+        _check("noise_floor", noise_floor, low=0.0)
+        super().__init__(
+            params,
+            {
+                "rule": "adam",
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "noise_average": 0.0,
+            },
+        )
+        for group in self.param_groups:
+            for beta in group["betas"]:
+                _check("betas", beta, low=0.0, high=1.0)
+            if not group["eps"] > 0:
+                raise ValueError(f"eps={group['eps']} must be > 0.")
+        self.noise = noise
+        self.noise_floor = noise_floor
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        step, beta = group["steps"], group["betas"][1]
+        if self.noise is not None:  # the same average as the second moment's, of its noise
+            group["noise_average"] *= beta
+            group["noise_average"] += (1 - beta) * self.noise.variance(step)
+        variance = group["noise_average"] / (1 - beta**step)
+        adam_update(
+            parameters,
+            gradients,
+            self._buffers(parameters, "exp_avg"),
+            self._buffers(parameters, "exp_avg_sq"),
+            step=step,
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            noise_variance=variance,
+            noise_floor=self.noise_floor * variance,
+        )
+
+
+class _MatrixOptimizer(_PrivateOptimizer):
+    """Spectral steps in groups whose ``rule`` is the class's own, DP-SGD in groups of "sgd"."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        noise: KnownNoise | None,
+        ns_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(params, {"blocks": 1, **defaults})
+        self.noise = noise
+        self.ns_dtype = ns_dtype
+        for group in self.param_groups:
+            _check_name("adjust_lr", group["adjust_lr"], ADJUST_LR)
+            _check_name("ns_coefficients", group["ns_coefficients"], COEFFICIENTS)
+            if group["ns_steps"] < 1:
+                raise ValueError(f"ns_steps={group['ns_steps']} must be >= 1.")
+            _check_name("rule", group["rule"], {"sgd", defaults["rule"]})
+            if group["rule"] == "sgd":
+                continue
+            for p in group["params"]:
+                if p.ndim < 2:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} is no matrix and cannot be "
+                        "orthogonalised; give its group rule='sgd'."
+                    )
+                if len(p) % group["blocks"]:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} cannot be cut into "
+                        f"blocks={group['blocks']} equal matrices."
+                    )
+
+    def _noise_std(self, momentum: LinearResponse, step: int) -> float | None:
+        return None if self.noise is None else self.noise.std_after(momentum, step)
+
+
+class DPMuon(_MatrixOptimizer):
     """DP-Muon (Shanmugam et al., ECCV 2026, section 3) on matrices, DP-SGD on the rest.
 
     For each m x n matrix of a group with ``rule="muon"``: the Nesterov average Mhat of the private
@@ -159,10 +415,18 @@ class DPMuon(_PrivateOptimizer):
     Args:
         params: Parameter groups, each with ``rule`` and, for "muon", ``blocks`` (default 1).
         lr: In units of spectral norm per step for matrices.
-        momentum: beta of the Nesterov average, in [0, 1).
-        weight_decay: Decoupled, >= 0.
+        momentum: beta of the average, in [0, 1).
+        nesterov: Whether the average looks ahead (the paper's does).
+        weight_decay: Decoupled, >= 0, of matrices.
         ns_steps: Newton-Schulz iterations.
         ns_coefficients: Name of the coefficient table.
+        adjust_lr: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
+        spectral_map: Name of the direction; see ``spectral.spectral_map``.
+        noise: Public level of the noise, for the maps that use it.
+        ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
+
+    Raises:
+        ValueError: If a value is out of range, or the map needs a noise level and has none.
     """
 
     def __init__(
@@ -171,51 +435,139 @@ class DPMuon(_PrivateOptimizer):
         *,
         lr: float = 2e-3,
         momentum: float = 0.95,
+        nesterov: bool = True,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
         ns_coefficients: str = "keller",
+        adjust_lr: str = "paper",
+        spectral_map: str = "newton_schulz",
+        noise: KnownNoise | None = None,
+        ns_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check_name("spectral_map", spectral_map, SPECTRAL_MAPS)
+        if spectral_map in NOISE_AWARE_MAPS and noise is None:
+            raise ValueError(
+                f"spectral_map={spectral_map!r} needs noise=KnownNoise(std), the known level of "
+                "the noise in the gradients."
+            )
+        defaults = {
+            "rule": "muon",
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "adjust_lr": adjust_lr,
+            "spectral_map": spectral_map,
+        }
+        super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        if group["rule"] == "sgd":
+            super()._step_group(group, parameters, gradients)
+            return
+        beta, nesterov = group["momentum"], group["nesterov"]
+        momenta = average_update(
+            gradients,
+            self._buffers(parameters, "momentum_buffer"),
+            momentum=beta,
+            nesterov=nesterov,
+        )
+        noise_std = self._noise_std(lookahead(beta) if nesterov else ema(beta), group["steps"])
+        muon_update(
+            parameters,
+            momenta,
+            lambda stack: spectral_map(
+                stack,
+                name=group["spectral_map"],
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                noise_std=noise_std,
+                dtype=self.ns_dtype,
+            ),
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            adjust_lr=group["adjust_lr"],
+            blocks=group["blocks"],
+        )
+
+
+class DPMuonS(_MatrixOptimizer):
+    """DP-Muon-S (the paper, section 3): DP-Muon whose step keeps the gradient's size.
+
+    For each m x n matrix of a group with ``rule="muon_s"``: M <- beta M + g, no look-ahead;
+    W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) sigma_1(M) NS(M). The rest is as in ``DPMuon``.
+
+    Args:
+        params: Parameter groups, each with ``rule`` and, for "muon_s", ``blocks`` (default 1).
+        lr: In units of the gradient for matrices, as in DP-SGD with momentum.
+        momentum: beta in [0, 1).
+        weight_decay: Decoupled, >= 0, of matrices.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: Name of the coefficient table.
+        adjust_lr: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
+        noise: If given, sigma_1 is cleared of what noise adds to it (``spectral.scaled_polar``).
+        ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.01,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        ns_coefficients: str = "keller",
+        adjust_lr: str = "original",
+        noise: KnownNoise | None = None,
+        ns_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {
+            "rule": "muon_s",
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "ns_steps": ns_steps,
             "ns_coefficients": ns_coefficients,
-            "rule": "muon",
-            "blocks": 1,
+            "adjust_lr": adjust_lr,
         }
-        super().__init__(params, defaults)
-        for group in self.param_groups:
-            if group["rule"] == "muon":
-                for p in group["params"]:
-                    if p.ndim < 2:
-                        raise ValueError(
-                            f"a parameter of shape {tuple(p.shape)} is no matrix and cannot be "
-                            "orthogonalised; give its group rule='sgd'."
-                        )
+        super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
 
     def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        buffers: list[Tensor],
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
         if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients, buffers)
+            super()._step_group(group, parameters, gradients)
             return
-        lookahead = muon_lookahead(gradients, buffers, momentum=group["momentum"])
-        blocks: int = group["blocks"]
-        matrices = [block for M in lookahead for block in M.reshape(len(M), -1).chunk(blocks)]
-        directions = orthogonalize(
-            matrices, steps=group["ns_steps"], coefficients=group["ns_coefficients"]
+        buffers = self._buffers(parameters, "momentum_buffer")
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, gradients)
+        noise_std = self._noise_std(heavy_ball(group["momentum"]), group["steps"])
+        muon_update(
+            parameters,
+            buffers,
+            lambda stack: scaled_polar(
+                stack,
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                noise_std=noise_std,
+                dtype=self.ns_dtype,
+            ),
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            adjust_lr=group["adjust_lr"],
+            blocks=group["blocks"],
         )
-        targets = [block for p in parameters for block in p.view(len(p), -1).chunk(blocks)]
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        for target, direction in zip(targets, directions, strict=True):
-            target.add_(direction, alpha=-group["lr"] * muon_scale(*direction.shape))
 
 
+# ---- From a model to its optimizer ----
+
+DP_OPTIMIZERS = ("sgd", "adam", "muon", "muon_s")
+SPECTRAL_OPTIMIZERS = ("muon", "muon_s")
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.FUSED_QKV, ParameterRole.CONV})
 
 
@@ -228,30 +580,59 @@ def create_optimizer(
     weight_decay: float = 0.0,
     orthogonalize_head: bool = True,
     orthogonalize_patch_embedding: bool = True,
+    spectral_map: str = "newton_schulz",
+    ns_steps: int = 5,
+    ns_coefficients: str = "keller",
+    adjust_lr: str | None = None,
+    noise: KnownNoise | None = None,
+    correct_for_noise: bool = False,
 ) -> torch.optim.Optimizer:
     """Sort the trainable parameters of ``model`` into groups and build their optimizer.
 
     Args:
         model: The classifier.
-        dp_optimizer: "muon" (DP-Muon on matrices, DP-SGD on the rest) or "sgd" (DP-SGD on all).
-        learning_rate: Of the matrices under "muon", of everything under "sgd".
-        vector_learning_rate: Of everything that "muon" does not orthogonalise.
+        dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
+            with momentum .9 on the rest.
+        learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise.
+        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
         weight_decay: Of matrices only.
-        orthogonalize_head: Whether "muon" treats the classifier's matrix as one (the paper does).
+        orthogonalize_head: Whether the classifier's matrix is one of them (the paper's is).
         orthogonalize_patch_embedding: The same for the patch embedding.
+        spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: Their coefficient table.
+        adjust_lr: Factor for rectangular matrices; None for the method's own.
+        noise: Public level of the noise in the gradients, for what uses it.
+        correct_for_noise: Whether the second moment of "adam" and the largest singular value of
+            "muon_s" are corrected by ``noise``.
 
     Returns:
         An optimizer whose groups hold each trainable parameter exactly once.
 
     Raises:
-        ValueError: If ``dp_optimizer`` is unknown, or "muon" finds no matrix to orthogonalise.
+        ValueError: If a name is unknown, a setting would have no effect, a noise level is missing,
+            or there is no matrix to orthogonalise.
     """
+    _check_name("dp_optimizer", dp_optimizer, DP_OPTIMIZERS)
+    if dp_optimizer != "muon" and spectral_map != "newton_schulz":
+        raise ValueError(
+            f"spectral_map={spectral_map!r} has no effect under dp_optimizer={dp_optimizer!r}; "
+            "set dp_optimizer='muon' or leave it 'newton_schulz'."
+        )
+    if correct_for_noise and dp_optimizer not in ("adam", "muon_s"):
+        raise ValueError(
+            f"correct_for_noise=True has no effect under dp_optimizer={dp_optimizer!r}; use 'adam' "
+            "or 'muon_s', or a spectral_map that knows the noise."
+        )
+    if correct_for_noise and noise is None:
+        raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
+    spectral = dp_optimizer in SPECTRAL_OPTIMIZERS
     roles = parameter_roles(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrix_roles = set(MATRIX_ROLES)
-    if orthogonalize_head or dp_optimizer != "muon":
+    if orthogonalize_head or not spectral:
         matrix_roles.add(ParameterRole.HEAD)
-    if orthogonalize_patch_embedding or dp_optimizer != "muon":
+    if orthogonalize_patch_embedding or not spectral:
         matrix_roles.add(ParameterRole.PATCH_EMBEDDING)
     fused, matrices, vectors = [], [], []
     for name, p in trainable.items():
@@ -261,28 +642,35 @@ def create_optimizer(
             fused.append(p)
         else:
             matrices.append(p)
+    if spectral and not matrices + fused:
+        raise ValueError(
+            f"dp_optimizer={dp_optimizer!r} found no trainable matrix to orthogonalise in this "
+            "model; unfreeze its linear layers or set dp_optimizer='sgd'."
+        )
+    decayed: list[dict[str, Any]]
+    if spectral:
+        decayed = [{"params": matrices}, {"params": fused, "blocks": 3}]
+        rest = {"params": vectors, "rule": "sgd", "lr": vector_learning_rate, "momentum": 0.9}
+    else:
+        decayed, rest = [{"params": matrices + fused}], {"params": vectors}
+    groups = [{**group, "weight_decay": weight_decay} for group in decayed]
+    groups = [group for group in [*groups, {**rest, "weight_decay": 0.0}] if group["params"]]
+    iteration: dict[str, Any] = {"ns_steps": ns_steps, "ns_coefficients": ns_coefficients}
+    if adjust_lr is not None:
+        iteration["adjust_lr"] = adjust_lr
+    correction = noise if correct_for_noise else None
     optimizer: torch.optim.Optimizer
     match dp_optimizer:
         case "sgd":
-            groups = [
-                {"params": matrices + fused, "weight_decay": weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ]
-            optimizer = DPSGD([g for g in groups if g["params"]], lr=learning_rate)
-        case "muon":
-            if not matrices + fused:
-                raise ValueError(
-                    "dp_optimizer='muon' found no trainable matrix to orthogonalise in this model; "
-                    "unfreeze its linear layers or set dp_optimizer='sgd'."
-                )
-            groups = [
-                {"params": matrices, "weight_decay": weight_decay},
-                {"params": fused, "weight_decay": weight_decay, "blocks": 3},
-                {"params": vectors, "rule": "sgd", "lr": vector_learning_rate, "momentum": 0.9},
-            ]
-            optimizer = DPMuon([g for g in groups if g["params"]], lr=learning_rate)
+            optimizer = DPSGD(groups, lr=learning_rate)
+        case "adam":
+            optimizer = DPAdam(groups, lr=learning_rate, noise=correction)
+        case "muon_s":
+            optimizer = DPMuonS(groups, lr=learning_rate, noise=correction, **iteration)
         case _:
-            raise ValueError(f"dp_optimizer={dp_optimizer!r} must be 'muon' or 'sgd'.")
+            optimizer = DPMuon(
+                groups, lr=learning_rate, spectral_map=spectral_map, noise=noise, **iteration
+            )
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(trainable), "groups must partition the model"
     return optimizer
@@ -294,7 +682,7 @@ def routing_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     names = {id(p): name for name, p in model.named_parameters()}
     rows = []
     for group in optimizer.param_groups:
-        rule = group.get("rule", "sgd")
+        rule = group["rule"]
         by_role: dict[str, list[Tensor]] = {}
         for p in group["params"]:
             by_role.setdefault(roles[names[id(p)]].value, []).append(p)

@@ -32,6 +32,7 @@ __all__ = [
     "NOISE_AWARE_MAPS",
     "SPECTRAL_MAPS",
     "spectral_map",
+    "scaled_polar",
 ]
 
 TINY = 1e-30  # a norm below this is a zero matrix: zero in, zero out
@@ -461,3 +462,40 @@ def spectral_map(
     image = (U * weights.float()[..., None, :]) @ Vh
     detected = (weights[..., :1] > 0)[..., None]
     return torch.where(detected, image, raw).to(matrix.dtype)
+
+
+def scaled_polar(
+    matrix: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: str = "keller",
+    noise_std: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Direction of DP-Muon-S: the largest singular value times the approximate polar factor.
+
+    Noise raises the largest singular value. With ``noise_std`` it is replaced by the estimate of
+    the clean one, the operator shrinker of ``shrink_singular_values``; where it lies within the
+    bulk of the noise, the direction is the matrix itself at spectral norm s (m n)^(1/4), the
+    largest that noise hides.
+
+    Args:
+        matrix: Shape (..., m, n).
+        steps: Newton-Schulz iterations.
+        coefficients: Their table.
+        noise_std: s, known standard deviation of the noise in every entry, or None.
+        dtype: Of the Newton-Schulz iteration.
+
+    Returns:
+        A new tensor of the same shape and type; zero where the matrix is.
+    """
+    norm = spectral_norm(matrix)
+    image = newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
+    if noise_std is None:
+        return (image * norm).to(matrix.dtype)
+    rows, columns = matrix.shape[-2:]
+    clean = shrink_singular_values(
+        norm, rows=rows, columns=columns, noise_std=noise_std, rule="operator"
+    ).float()
+    hidden = matrix * (noise_std * hidden_signal(rows, columns) / norm.clamp(min=TINY))
+    return torch.where(clean > 0, image * clean, hidden).to(matrix.dtype)

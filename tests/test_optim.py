@@ -10,8 +10,19 @@ from conftest import TINY_MODELS, tiny_vit
 from torch import nn
 from torch.optim import _muon
 
-from hf_dpmuon.optim import DPSGD, DPMuon, create_optimizer, muon_scale, routing_table
-from hf_dpmuon.spectral import newton_schulz
+from hf_dpmuon.filters import KalmanFilter, LowPassFilter, heavy_ball, lookahead, variance_factor
+from hf_dpmuon.optim import (
+    ADJUST_LR,
+    DP_OPTIMIZERS,
+    DPSGD,
+    DPAdam,
+    DPMuon,
+    DPMuonS,
+    KnownNoise,
+    create_optimizer,
+    routing_table,
+)
+from hf_dpmuon.spectral import SPECTRAL_MAPS, newton_schulz, scaled_polar, spectral_map
 
 SHAPES = [(6, 4), (4, 6), (5, 5), (12, 2), (6, 4)]
 
@@ -73,6 +84,31 @@ def test_dp_muon_is_torch_muon_in_single_precision(weight_decay, monkeypatch):
     assert_same(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", "spectral_unclamped"])
+def test_factors_and_momentum_are_those_of_torch_muon(adjust, nesterov, monkeypatch):
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", float32_newton_schulz)
+    ours, theirs = parameters(), parameters()
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.0, "nesterov": nesterov}
+    take_steps(DPMuon(ours, adjust_lr=adjust, **settings), ours)
+    take_steps(torch.optim.Muon(theirs, adjust_lr_fn=adjust, **settings), theirs)
+    assert_same(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
+def test_dp_adam_is_torch_adamw(betas, weight_decay):
+    ours, theirs = parameters(), parameters()
+    settings = {"lr": 0.01, "betas": betas, "weight_decay": weight_decay}
+    take_steps(DPAdam(ours, **settings), ours)
+    take_steps(torch.optim.AdamW(theirs, **settings), theirs)
+    assert_same(ours, theirs, rtol=1e-5, atol=1e-6)
+    if not weight_decay:
+        plain = parameters()
+        take_steps(torch.optim.Adam(plain, lr=0.01, betas=betas), plain)
+        assert_same(ours, plain, rtol=1e-5, atol=1e-6)
+
+
 # By hand
 
 
@@ -89,12 +125,129 @@ def test_dp_muon_follows_its_formula():
         torch.testing.assert_close(p.detach(), W, rtol=1e-5, atol=1e-6)
 
 
+def test_dp_muon_s_follows_its_formula():
+    (p,) = parameters([(12, 3)])
+    W, M, beta, lr, decay = p.detach().clone(), torch.zeros(12, 3), 0.8, 0.05, 0.1
+    optimizer = DPMuonS([p], lr=lr, momentum=beta, weight_decay=decay)
+    for step in range(4):
+        take_steps(optimizer, [p], steps=1, first=step)
+        M = beta * M + p.grad
+        sigma = torch.linalg.matrix_norm(M, ord=2)
+        W = (1 - lr * decay) * W - lr * 2.0 * sigma * newton_schulz(M)
+        torch.testing.assert_close(p.detach(), W, rtol=1e-4, atol=1e-6)
+
+
+def test_dp_muon_s_keeps_the_size_of_the_gradient_and_dp_muon_drops_it():
+    step = {}
+    for name, build in (("muon", DPMuon), ("muon_s", DPMuonS)):
+        for size in (1.0, 7.0):
+            (p,) = [nn.Parameter(torch.zeros(6, 6))]
+            set_gradients([p], seed=0)
+            p.grad *= size
+            build([p], lr=1.0).step()
+            step[name, size] = p.detach().clone()
+    torch.testing.assert_close(step["muon", 7.0], step["muon", 1.0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step["muon_s", 7.0], 7 * step["muon_s", 1.0], rtol=1e-4, atol=1e-6)
+
+
+# What is known of the noise
+
+
+NOISES = {
+    "none": KnownNoise(1e-3),
+    "doppler": KnownNoise(1e-3, LowPassFilter.named("second_order").response),
+    "disk": KnownNoise(1e-3, KalmanFilter([], kappa=0.4).response),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_dp_adam_subtracts_the_variance_of_the_filtered_noise(noise):
+    """By hand, with the average of what each step's noise adds to the second moment."""
+    (p,) = parameters([(5, 4)])
+    W, m, v, known = p.detach().clone(), torch.zeros(5, 4), torch.zeros(5, 4), 0.0
+    (b1, b2), lr, floor = (0.9, 0.7), 0.01, 0.05
+    optimizer = DPAdam([p], lr=lr, betas=(b1, b2), noise=noise, noise_floor=floor)
+    for t in range(1, 6):
+        take_steps(optimizer, [p], steps=1, first=t)
+        m = b1 * m + (1 - b1) * p.grad
+        v = b2 * v + (1 - b2) * p.grad**2
+        known = b2 * known + (1 - b2) * 1e-6 * variance_factor([noise.filter], t)
+        phi = known / (1 - b2**t)
+        corrected = (v / (1 - b2**t) - phi).clamp(min=floor * phi)
+        W -= lr * (m / (1 - b1**t)) / (corrected.sqrt() + 1e-8)
+        torch.testing.assert_close(p.detach(), W, rtol=1e-4, atol=1e-6)
+
+
+def test_the_corrected_second_moment_of_signal_and_noise_is_that_of_the_signal():
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(1000))
+    plain, corrected = (DPAdam([p], lr=0.0, noise=n) for n in (None, KnownNoise(0.5)))
+    filter_ = LowPassFilter()
+    filtered = DPAdam([p], lr=0.0, noise=KnownNoise(0.5, filter_.response))
+    for _ in range(400):
+        release = 0.3 + 0.5 * torch.randn(1000, generator=generator)
+        p.grad = release
+        plain.step()
+        corrected.step()
+        (p.grad,) = filter_.smooth([release])
+        filtered.step()
+    for optimizer, left in ((plain, 0.25), (corrected, 0.0), (filtered, 0.0)):
+        group = optimizer.param_groups[0]
+        fade = 1 - 0.999**400
+        v = optimizer.state[p]["exp_avg_sq"].mean().item() / fade
+        assert v - group["noise_average"] / fade == pytest.approx(0.09 + left, abs=0.01)
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("name", ["known_noise_polar", "selective"])
+def test_dp_muon_gives_its_map_the_noise_level_of_the_momentum(name, noise):
+    (p,) = parameters([(12, 16)])
+    optimizer = DPMuon([p], lr=0.1, momentum=0.8, spectral_map=name, noise=noise)
+    M = torch.zeros(12, 16)
+    for t in range(1, 5):
+        before = p.detach().clone()
+        set_gradients([p], seed=t)
+        p.grad[0] += 8e-3  # one direction stands out
+        optimizer.step()
+        M = torch.lerp(M, p.grad, 0.2)
+        std = 1e-3 * math.sqrt(variance_factor([noise.filter, lookahead(0.8)], t))
+        direction = spectral_map(torch.lerp(p.grad, M, 0.8), name=name, noise_std=std)
+        torch.testing.assert_close(p.detach(), before - 0.1 * direction, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [0.0, 8e-3])
+def test_dp_muon_s_clears_its_size_of_the_noise(size):
+    """Below the edge of the noise the raw direction is left, at what the noise can hide."""
+    p = nn.Parameter(torch.zeros(24, 32))
+    noise = KnownNoise(1e-3)
+    optimizer = DPMuonS([p], lr=1.0, momentum=0.5, noise=noise)
+    M, W = torch.zeros(24, 32), torch.zeros(24, 32)
+    for t in range(1, 4):
+        set_gradients([p], seed=t)
+        p.grad[0] += size
+        optimizer.step()
+        M = 0.5 * M + p.grad
+        std = 1e-3 * math.sqrt(variance_factor([heavy_ball(0.5)], t))
+        W -= scaled_polar(M, noise_std=std)
+    torch.testing.assert_close(p.detach(), W, rtol=1e-4, atol=1e-6)
+    sigma = torch.linalg.matrix_norm(M, ord=2).item()
+    step = scaled_polar(M, noise_std=std)
+    if size:
+        assert torch.nn.functional.cosine_similarity(
+            step.flatten(), newton_schulz(M).flatten(), dim=0
+        ) == pytest.approx(1, abs=1e-5)
+        assert torch.linalg.matrix_norm(step, ord=2) < 1.14 * sigma
+    else:
+        expected = M * std * (24 * 32) ** 0.25 / sigma
+        torch.testing.assert_close(step, expected, rtol=0.03, atol=0)
+
+
 @pytest.mark.parametrize(
     ("shape", "factor"),
     [((768, 3072), 1.0), ((3072, 768), 2.0), ((1536, 384), 2.0), ((100, 1), 2.0), ((6, 3), 2**0.5)],
 )
 def test_scale_of_the_paper_is_capped_at_aspect_four(shape, factor):
-    assert muon_scale(*shape) == pytest.approx(factor)
+    assert ADJUST_LR["paper"](*shape) == pytest.approx(factor)
 
 
 def test_a_convolution_is_the_matrix_of_its_outputs_by_everything_else():
@@ -135,7 +288,7 @@ def test_every_direction_of_the_update_has_nearly_the_same_length():
 # The model's parameters in groups
 
 
-@pytest.mark.parametrize("dp_optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("dp_optimizer", DP_OPTIMIZERS)
 @pytest.mark.parametrize("architecture", TINY_MODELS)
 def test_groups_hold_each_trainable_parameter_once(architecture, dp_optimizer):
     model = TINY_MODELS[architecture]()
@@ -172,7 +325,7 @@ def test_only_matrices_are_orthogonalised(architecture):
     assert all(id(p) in vectors for p in model.parameters() if p.ndim == 4)
 
 
-@pytest.mark.parametrize("dp_optimizer", ["sgd", "muon"])
+@pytest.mark.parametrize("dp_optimizer", DP_OPTIMIZERS)
 def test_hugging_face_and_timm_copies_of_one_model_take_the_same_step(dp_optimizer):
     import timm
 
@@ -264,9 +417,19 @@ def test_every_group_follows_the_schedule_from_its_own_base():
 # What a step leaves alone
 
 
+NOISE = KnownNoise(8e-4)  # of gradients of 1e-3 an entry
 FAMILY = {
     "sgd": lambda ps: DPSGD(ps, lr=0.1),
-    "muon": lambda ps: DPMuon(ps, lr=0.1),
+    "adam": lambda ps: DPAdam(ps, lr=0.1),
+    "adam_corrected": lambda ps: DPAdam(ps, lr=0.1, noise=NOISE),
+    "muon_s": lambda ps: DPMuonS(ps, lr=0.1),
+    "muon_s_corrected": lambda ps: DPMuonS(ps, lr=0.1, noise=NOISE),
+    "muon_you": lambda ps: DPMuon(ps, lr=0.1, ns_coefficients="you"),
+    "muon_without_nesterov": lambda ps: DPMuon(ps, lr=0.1, nesterov=False),
+    **{
+        f"muon_{name}": lambda ps, name=name: DPMuon(ps, lr=0.1, spectral_map=name, noise=NOISE)
+        for name in sorted(SPECTRAL_MAPS)
+    },
 }
 
 
@@ -341,16 +504,68 @@ def test_same_gradients_give_the_same_bits(build):
 
 
 def test_each_method_takes_its_own_step():
+    """No two methods move the same weights alike: none has silently become another."""
     moved = {}
     for name, build in FAMILY.items():
-        params = parameters([(6, 8)])
-        take_steps(build(params), params, steps=2)
-        start = parameters([(6, 8)])[0]
-        moved[name] = nn.functional.normalize((params[0] - start).detach().flatten(), dim=0)
+        params = parameters([(12, 16), (6, 8)])
+        optimizer = build(params)
+        for step in range(3):
+            set_gradients(params, seed=step)
+            params[0].grad += torch.linspace(0, 2e-3, 12)[:, None]  # a signal in noise
+            params[1].grad *= 0.5  # noise only
+            before = [p.detach().clone() for p in params]
+            optimizer.step()
+        steps = [(p - old).detach().flatten() for p, old in zip(params, before, strict=True)]
+        moved[name] = torch.cat(steps)
     names = list(moved)
     for i, one in enumerate(names):
         for other in names[i + 1 :]:
-            assert moved[one] @ moved[other] < 0.9999, (one, other)
+            difference = (moved[one] - moved[other]).norm()
+            assert difference > 1e-3 * moved[one].norm(), (one, other)
+
+
+def test_spectral_steps_have_the_stated_spectra():
+    """Of the last update over its factor: flat, or as large as the gradient, or of low rank."""
+    values = {}
+    for name in FAMILY:
+        (p,) = parameters([(12, 16)])
+        optimizer = FAMILY[name]([p])
+        set_gradients([p], seed=1)
+        p.grad += 2e-3
+        before = p.detach().clone()
+        optimizer.step()
+        values[name] = torch.linalg.svdvals(before - p.detach()) / 0.1
+    assert values["muon_svd"].tolist() == pytest.approx([1.0] * 12, abs=1e-3)
+    assert 0.67 < values["muon_newton_schulz"].min() < values["muon_newton_schulz"].max() < 1.21
+    assert values["muon_you"].max() - values["muon_you"].min() < 0.1
+    for name in ("known_noise_polar", "shrink_frobenius", "shrink_operator", "hard_threshold"):
+        assert values[f"muon_{name}"].max() <= 1.0001
+        assert values[f"muon_{name}"].min() < 0.5
+    sigma = torch.linalg.matrix_norm(p.grad, ord=2)
+    assert 0.67 * sigma < values["muon_s"].min() < values["muon_s"].max() < 1.21 * sigma
+    assert values["sgd"].max() / values["sgd"].min() > 10
+
+
+@pytest.mark.parametrize("name", sorted(SPECTRAL_MAPS))
+def test_an_optimizer_survives_a_copy_with_its_constants(name):
+    params = parameters()
+    optimizer = FAMILY[f"muon_{name}"](params)
+    twin = copy.deepcopy(optimizer)
+    twins = [p for group in twin.param_groups for p in group["params"]]
+    take_steps(optimizer, params)
+    take_steps(twin, twins)
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+    state = optimizer.state_dict()
+    assert "noise" not in state["param_groups"][0]
+
+
+def test_optimizer_state_is_as_small_as_said():
+    for name, copies in (("sgd", 1), ("adam", 2), ("muon_newton_schulz", 1), ("muon_s", 1)):
+        params = parameters()
+        optimizer = FAMILY[name](params)
+        take_steps(optimizer, params, steps=2)
+        held = sum(t.numel() for state in optimizer.state.values() for t in state.values())
+        assert held == copies * sum(p.numel() for p in params), name
 
 
 # Misuse
@@ -363,6 +578,18 @@ def test_each_method_takes_its_own_step():
         (lambda: DPSGD(parameters(), momentum=1.0), r"momentum=1.0 must be in \[0.0, 1.0\)"),
         (lambda: DPMuon(parameters(), weight_decay=-0.1), r"weight_decay=-0.1 must be"),
         (lambda: DPMuon(parameters([(3,)])), r"shape \(3,\) is no matrix"),
+        (lambda: DPMuonS(parameters([(3,)])), r"shape \(3,\) is no matrix"),
+        (lambda: DPAdam(parameters(), betas=(0.9, 1.0)), r"betas=1.0 must be in \[0.0, 1.0\)"),
+        (lambda: DPAdam(parameters(), eps=0.0), r"eps=0.0 must be > 0"),
+        (lambda: DPAdam(parameters(), noise_floor=-1.0), r"noise_floor=-1.0 must be in"),
+        (lambda: KnownNoise(-1.0), r"std=-1.0 must be in"),
+        (lambda: DPMuon(parameters(), ns_steps=0), r"ns_steps=0 must be >= 1"),
+        (lambda: DPMuon(parameters(), ns_coefficients="us"), r"'us' must be one of keller, polar"),
+        (lambda: DPMuon(parameters(), adjust_lr="rms"), r"adjust_lr='rms' must be one of match"),
+        (lambda: DPMuon(parameters(), spectral_map="qr"), r"spectral_map='qr' must be one of"),
+        (lambda: DPMuon(parameters(), spectral_map="selective"), r"needs noise=KnownNoise"),
+        (lambda: DPMuon([{"params": parameters(), "blocks": 5}]), r"into blocks=5 equal matrices"),
+        (lambda: DPMuon([{"params": parameters(), "rule": "adam"}]), r"rule='adam' must be one of"),
     ],
 )
 def test_misuse_is_refused_by_name_and_range(call, message):
@@ -370,16 +597,41 @@ def test_misuse_is_refused_by_name_and_range(call, message):
         call()
 
 
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="dp_optimizer='adagrad' must be"):
-        create_optimizer(
-            tiny_vit(), dp_optimizer="adagrad", learning_rate=0.1, vector_learning_rate=0.1
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dp_optimizer": "adagrad"}, r"dp_optimizer='adagrad' must be one of adam, muon, "),
+        ({"dp_optimizer": "sgd", "spectral_map": "svd"}, r"spectral_map='svd' has no effect"),
+        ({"dp_optimizer": "muon_s", "spectral_map": "svd"}, r"spectral_map='svd' has no effect"),
+        ({"dp_optimizer": "muon", "correct_for_noise": True}, r"correct_for_noise=True has no"),
+        ({"dp_optimizer": "adam", "correct_for_noise": True}, r"needs noise=KnownNoise"),
+        ({"dp_optimizer": "muon", "spectral_map": "selective"}, r"needs noise=KnownNoise"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        create_optimizer(tiny_vit(), learning_rate=0.1, vector_learning_rate=0.1, **settings)
+
+
+def test_a_known_noise_level_reaches_only_what_uses_it():
+    noise = KnownNoise(1e-3)
+
+    def build(**settings):
+        return create_optimizer(
+            tiny_vit(), learning_rate=0.1, vector_learning_rate=0.1, noise=noise, **settings
         )
+
+    assert build(dp_optimizer="adam").noise is None
+    assert build(dp_optimizer="adam", correct_for_noise=True).noise is noise
+    assert build(dp_optimizer="muon_s").noise is None
+    assert build(dp_optimizer="muon_s", correct_for_noise=True).noise is noise
+    assert build(dp_optimizer="muon", spectral_map="selective").noise is noise
 
 
 def test_muon_without_a_matrix_is_refused():
     model = tiny_vit()
     for p in model.parameters():
         p.requires_grad_(p.ndim == 1)
-    with pytest.raises(ValueError, match="found no trainable matrix"):
-        create_optimizer(model, dp_optimizer="muon", learning_rate=0.1, vector_learning_rate=0.1)
+    for name in ("muon", "muon_s"):
+        with pytest.raises(ValueError, match="found no trainable matrix"):
+            create_optimizer(model, dp_optimizer=name, learning_rate=0.1, vector_learning_rate=0.1)
