@@ -9,7 +9,7 @@ ghost        two backward passes over one forward; nothing is kept    memory clo
 ============ ======================================================== ======================
 """
 
-# ruff: noqa: N803 (names end in their shape letters)
+
 
 from __future__ import annotations
 

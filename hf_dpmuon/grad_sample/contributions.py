@@ -12,7 +12,7 @@ matrices (book-keeping, Bu et al. 2023, arXiv 2210.00038):
 The rows of a unit, and several uses of a weight, only make the token axis longer.
 """
 
-# ruff: noqa: N803, N815 (names end in their shape letters)
+# ruff: noqa: N815 (names end in their shape letters)
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from torch import Tensor
 from hf_dpmuon.grad_sample.engine import add_weighted, at_least_float32
 
 __all__ = ["Contribution", "OuterProducts", "UnitGradients", "combine", "outer_products"]
+
+# A gradient held per unit may take this many times the memory of the pair that gives it, since it
+# is faster: no Gram matrices, and later a sum over units in place of a product over all tokens.
+GRADIENT_ALLOWANCE = 1.6
 
 
 class Contribution(Protocol):
@@ -109,15 +113,14 @@ def _row_norms(x_U: Tensor) -> Tensor:
 def outer_products(a_UTD: Tensor, g_UTP: Tensor, shape: torch.Size) -> Contribution:
     """Hold a weight's gradients in the cheaper form.
 
-    Gram matrices cost T^2 (D + P) multiplications and hold T (D + P) numbers a unit until the
-    weights are known; gradients cost no more multiplications than training without privacy, but
-    hold P D numbers and read them twice.
+    A pair costs T^2 (D + P) multiplications more than training without privacy, and holds T (D + P)
+    numbers a unit until the weights are known. A gradient holds P D numbers and reads them twice.
     """
     pair = OuterProducts(a_UTD, g_UTP, shape)
     (_, num_tokens, inputs), outputs = a_UTD.shape, g_UTP.shape[-1]
-    if num_tokens * (inputs + outputs) <= inputs * outputs:
-        return pair
-    return UnitGradients(pair.gradients())
+    if inputs * outputs <= GRADIENT_ALLOWANCE * num_tokens * (inputs + outputs):
+        return UnitGradients(pair.gradients())
+    return pair
 
 
 def combine(uses: Sequence[Contribution]) -> Contribution:

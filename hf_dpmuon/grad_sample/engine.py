@@ -105,4 +105,4 @@ def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor) -> None:
     flat = samples.flatten(1)  # (U, P)
     if not bool(weights.all()):
         flat = torch.where(weights[:, None] != 0, flat, 0.0)
-    into.view(-1).add_(flat.T.mv(weights.to(flat.dtype)))
+    into.view(1, -1).addmm_(weights[None].to(into.dtype), flat.to(into.dtype))

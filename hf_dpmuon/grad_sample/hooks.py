@@ -170,6 +170,6 @@ class HooksGradSampleModule(PerSampleEngine):
                 del parameter._current_grad_sample
         for module in self.modules():
             if hasattr(module, "activations"):
-                module.activations.clear()  # type: ignore[operator]
+                module.activations.clear()
                 if hasattr(module, "max_batch_len"):
                     del module.max_batch_len

@@ -19,7 +19,7 @@ Guarantees:
     function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
 """
 
-# ruff: noqa: N803 (names end in their shape letters)
+
 
 from __future__ import annotations
 
@@ -390,8 +390,9 @@ class ParameterInterception(TorchFunctionMode):
             aligned = aligned.expand(like[0], *aligned.shape[1:])
 
         def receive(g_R: Tensor) -> None:
-            rows = g_R[None] if self.batch_size == 1 else self._samples(g_R)
-            self._report_rows(t, at_least_float32(rows).sum(1) if self.batch_size > 1 else rows)
+            if self.batch_size > 1:
+                g_R = self._samples(at_least_float32(g_R)).sum(1)
+            self._report_rows(t, g_R.reshape(self.batch_size, *t.shape))
 
         return _tap(aligned, receive)
 
