@@ -401,16 +401,14 @@ def parse_arguments(
     if path is not None:
         parser.set_defaults(**_read_config(Path(path), known))
     try:
-        *groups, namespace, remaining = parser.parse_args_into_dataclasses(
-            args=None if argv is None else list(argv),
-            return_remaining_strings=True,
-            look_for_args_file=False,
+        _, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise ValueError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "command line"))
+        *groups, _ = parser.parse_args_into_dataclasses(
+            args=None if argv is None else list(argv), look_for_args_file=False
         )
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from error
-    del namespace
-    if remaining:
-        raise ValueError(_unknown(remaining[0].lstrip("-").split("=")[0], known, "command line"))
     model, data, training = groups
     return model, data, training
 

@@ -1,0 +1,106 @@
+"""The command that the README shows, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+ROOT = Path(__file__).parents[1]
+
+
+def launch(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            str(Path(sys.executable).with_name("accelerate")),
+            "launch",
+            "--num_processes=1",
+            "--num_machines=1",
+            "--mixed_precision=no",
+            "--dynamo_backend=no",
+            "scripts/finetune_vit.py",
+            *options,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
+    folder = tmp_path / "run"
+    done = launch(
+        "--config=configs/quickstart.yaml",
+        "--max_steps=2",
+        "--logical_batch_size=32",
+        f"--output_dir={folder}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "test accuracy" in done.stdout
+    assert "Routing of parameters" in done.stdout
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "privacy_ledger.jsonl",
+        "privacy_report.json",
+        "trainer_state.json",
+    }
+    report = json.loads((folder / "privacy_report.json").read_text())
+    assert report["guarantee"] is True
+    assert 0.995 * 8 <= report["epsilon"] <= 8
+    assert f"epsilon        {report['epsilon']:.4f}" in done.stdout
+    model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.id2label[3] == "3"
+    assert AutoImageProcessor.from_pretrained(folder).size["height"] == 28
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--target_epsilon=8", "--noise_multiplier=1"], "both are set"),
+        (["--target_epsilon=8", "--logical_batch_size=5000"], "logical_batch_size=5000"),
+        (["--target_epsilom=8"], "did you mean 'target_epsilon'"),
+        (["--target_epsilon=8", "--dataset_name=no/such-set"], "no/such-set"),
+        (["--target_epsilon=8", "--model_name_or_path=no/such-model"], "no/such-model"),
+    ],
+    ids=["both", "q above 1", "typing error", "data set", "model"],
+)
+def test_bad_input_ends_with_one_sentence_and_code_2(tmp_path, options, sentence):
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "scripts/finetune_vit.py", f"--output_dir={folder}", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit:")]
+    assert sentence in line
+    assert not (folder / "privacy_ledger.jsonl").exists()
+
+
+def test_help_names_every_privacy_option():
+    done = subprocess.run(
+        [sys.executable, "scripts/finetune_vit.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    for option in ("target_epsilon", "noise_multiplier", "logical_batch_size", "dataset_name"):
+        assert f"--{option}" in done.stdout
