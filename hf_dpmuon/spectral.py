@@ -102,8 +102,8 @@ WIDE = 2.0  # n/m from which iterating on the m x m Gram matrix costs less than 
 # Rounding of the Gram matrix grows with the square of the map's slope at 0: below this slope it
 # stays under 1e6 * 6e-8 of the largest eigenvalue in float32.
 MAX_GRAM_SLOPE = 1e3
-CACHE_ENTRIES = 1 << 20  # on a CPU, entries of a stack that are mapped together
-SPLIT_ROWS = 256  # on a CPU, rows from which half of a symmetric product is worth skipping
+CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack that are mapped together: a core's cache
+SPLIT_ROWS = 512  # on a CPU, rows from which a quarter of a symmetric product is worth skipping
 
 
 def newton_schulz(
@@ -138,19 +138,23 @@ def newton_schulz(
         raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
     table = COEFFICIENTS[coefficients]
     triples = table.triples(steps)
-    rows, columns = matrix.shape[-2:]
-    tall = rows > columns
+    tall = matrix.shape[-2] > matrix.shape[-1]
     wide = matrix.mT if tall else matrix
     stack = wide.flatten(0, -3) if wide.ndim > 2 else wide[None]
     result = torch.empty(stack.shape, dtype=matrix.dtype, device=matrix.device)
-    together = stack.numel() if stack.is_cuda else CACHE_ENTRIES
-    count = max(1, together // max(1, rows * columns))
-    for X, image in zip(torch.split(stack, count), torch.split(result, count), strict=True):
+    for X, image in zip(_in_cache(stack), _in_cache(result), strict=True):
         norm = torch.linalg.matrix_norm(X.float(), keepdim=True)
         X = X / (table.safety * norm).clamp(min=TINY)
         image.copy_(_iterate(X.to(dtype), triples))
     result = result.view(wide.shape)
     return result.mT if tall else result
+
+
+def _in_cache(stack: Tensor) -> tuple[Tensor, ...]:
+    """Views of a stack (k, m, n) that are worked on one after another: all of it but on a CPU."""
+    entries = stack.shape[-2] * stack.shape[-1]
+    count = len(stack) if stack.is_cuda else CACHE_ENTRIES // max(1, entries)
+    return torch.split(stack, max(1, count))
 
 
 def _iterate(stack: Tensor, triples: list[Triple]) -> Tensor:
@@ -220,7 +224,7 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
 
     Args:
         matrix: Shape (..., m, n).
-        iterations: Products with X^T X; 32 leave about 2 % on pure noise, whose values lie dense,
+        iterations: Products with X X^T; 32 leave about 2 % on pure noise, whose values lie dense,
             and rounding where one value stands out.
 
     Returns:
@@ -232,16 +236,20 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
     _check_matrix(matrix)
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be >= 1.")
-    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True)
-    X = matrix.float() / norm.clamp(min=TINY)
-    longest = torch.linalg.vector_norm(X, dim=-1, keepdim=True).argmax(dim=-2, keepdim=True)
-    v = torch.take_along_dim(X, longest, dim=-2).mT  # (..., n, 1)
-    u = X @ v
-    for _ in range(iterations):
-        v = torch.nn.functional.normalize(X.mT @ u, dim=-2, eps=TINY)
-        u = X @ v
-    value: Tensor = norm * torch.linalg.vector_norm(u, dim=-2, keepdim=True)
-    return value
+    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    stack = wide.flatten(0, -3) if wide.ndim > 2 else wide[None]
+    values = []
+    for part in _in_cache(stack):
+        norm = torch.linalg.matrix_norm(part.float(), keepdim=True)
+        X = part.float() / norm.clamp(min=TINY)
+        R = X @ X.mT
+        longest = R.diagonal(dim1=-2, dim2=-1).argmax(dim=-1)[:, None, None]
+        u = torch.take_along_dim(R, longest, dim=-1)  # (k, m, 1)
+        for _ in range(iterations):
+            u = R @ torch.nn.functional.normalize(u, dim=-2, eps=TINY)
+        u = torch.nn.functional.normalize(u, dim=-2, eps=TINY)
+        values.append(norm * torch.linalg.vector_norm(X.mT @ u, dim=-2, keepdim=True))
+    return torch.cat(values).view(*matrix.shape[:-2], 1, 1)
 
 
 # ---- Facts on noise of a known level ----
