@@ -46,7 +46,7 @@ from hf_dpmuon.accounting import (
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.diagnostics import signal_to_noise
-from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine
+from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine, verify_per_sample_gradients
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
@@ -469,80 +469,17 @@ class DPTrainer(Trainer):
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
 
     def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
-        """Compare the engine with a batch of one, on random images and slightly moved weights.
-
-        Raises:
-            ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, or the
-                gradient of one sample depends on the others.
-        """
-        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        weights = {name: p.detach().clone() for name, p in parameters.items()}
-        training = {module: module.training for module in engine.modules()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            for module in engine.modules():  # dropout off, hooks on
-                module.training = any(True for _ in module.parameters(recurse=False))
-            try:
-                with torch.no_grad():
-                    for p in parameters.values():  # a head of zeros would hide every fault
-                        p.add_(torch.randn_like(p), alpha=0.02)
-                self._compare_with_batch_of_one(engine, parameters)
-            finally:
-                with torch.no_grad():
-                    for name, p in parameters.items():
-                        p.copy_(weights[name])
-                engine.discard()
-                for module, mode in training.items():
-                    module.training = mode
-
-    def _compare_with_batch_of_one(
-        self, engine: PerSampleEngine, parameters: dict[str, nn.Parameter]
-    ) -> None:
+        """Verify the engine on this run's model, collator and loss, with noise for images."""
         template = self.train_dataset[0]
-        rows = [_random_row_like(template, label) for label in (0, 1, 0, 1, 1)]
+        generator = torch.Generator().manual_seed(0)
+        rows = [_random_row_like(template, label, generator) for label in (0, 1, 0, 1, 1)]
 
-        def backward(model: nn.Module, selected: Sequence[dict[str, Tensor]]) -> int:
-            engine.discard()
-            torch.manual_seed(0)
-            batch = self._prepare_inputs(self.data_collator(list(selected)))
-            loss = self.compute_loss(model, batch)
-            (loss * len(batch["labels"])).backward()
-            return len(batch["labels"])
+        def summed_loss(model: nn.Module, selected: Sequence[int]) -> tuple[Tensor, int]:
+            batch = self._prepare_inputs(self.data_collator([rows[i] for i in selected]))
+            size = len(batch["labels"])
+            return self.compute_loss(model, batch) * size, size
 
-        def first_of(selected: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-            size = backward(engine, selected)
-            into = {name: torch.zeros_like(p) for name, p in parameters.items()}
-            first = torch.zeros(size, device=self.args.device)
-            first[0] = 1.0
-            reached = engine.per_sample_norms()
-            engine.add_weighted_sum(dict.fromkeys(reached, first), into=into)
-            return into
-
-        engine.disable_hooks()
-        backward(self.model, rows[:1])  # by autograd alone
-        engine.enable_hooks()
-        dead = [name for name, p in parameters.items() if p.grad is None]
-        if dead:
-            raise ValueError(
-                f"trainable parameters that the loss does not reach: {', '.join(dead)}; freeze "
-                "them with requires_grad_(False) before the trainer is built."
-            )
-        alone = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        in_one_batch, in_another = first_of(rows[:3]), first_of([rows[0], *rows[3:]])
-        norm = math.sqrt(sum(float(g.norm()) ** 2 for g in alone.values()))
-        for name, gradient in alone.items():
-            tolerance = 1e-3 * float(gradient.norm()) + 1e-5 * norm
-            if float((in_one_batch[name] - in_another[name]).norm()) > tolerance:
-                raise ValueError(
-                    f"the gradient of one sample with respect to {name} changes with the other "
-                    "samples of its batch, so no bound on one sample holds: use a collator without "
-                    "mixup or CutMix, and a loss that is a plain mean over rows."
-                )
-            if float((in_one_batch[name] - gradient).norm()) > tolerance:
-                raise ValueError(
-                    f"the per-sample gradients of {name} differ from those of a batch of one; "
-                    "freeze it, or check that compute_loss returns a mean over rows."
-                )
+        verify_per_sample_gradients(engine, summed_loss)
 
     # ---- ledger, budget, resume ----
 
@@ -854,14 +791,16 @@ def _only(items: list[LogicalBatch]) -> LogicalBatch:
     return item
 
 
-def _random_row_like(row: Mapping[str, Any], label: int) -> dict[str, Tensor]:
+def _random_row_like(
+    row: Mapping[str, Any], label: int, generator: torch.Generator
+) -> dict[str, Tensor]:
     """A row of noise with the shapes of ``row``; of the private row nothing else is used."""
-    pixels = torch.as_tensor(row["pixel_values"])
     labels = torch.as_tensor(row["labels"])
-    noise = torch.randn(pixels.shape)
-    if labels.is_floating_point():
-        return {"pixel_values": noise, "labels": torch.rand(labels.shape)}
-    return {"pixel_values": noise, "labels": torch.full_like(labels, label)}
+    pixels = torch.as_tensor(row["pixel_values"])
+    return {
+        "pixel_values": torch.rand(pixels.shape, generator=generator) * 2 - 1,
+        "labels": torch.full_like(labels, label),
+    }
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:

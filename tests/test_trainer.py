@@ -19,8 +19,10 @@ from transformers import AutoModelForImageClassification, Trainer, TrainingArgum
 
 from hf_dpmuon.accounting import compute_epsilon
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.sampling import PoissonSampler, secret_generator
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
@@ -75,6 +77,18 @@ def trainer_of(folder: Path, model: nn.Module | None = None, **settings: Any) ->
         train_dataset=train_dataset,
         eval_dataset=Images(10, seed=1),
         **extra,
+    )
+
+
+def as_loaded(model: nn.Module) -> LoadedModel:
+    """What load_model returns for a timm model."""
+    return LoadedModel(
+        model=model,
+        image_format=ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear"),
+        processor=None,
+        library="timm",
+        label_names=("a", "b", "c"),
+        notes=(),
     )
 
 
@@ -248,21 +262,9 @@ def test_without_noise_and_bound_it_is_a_plain_trainer(tmp_path):
 @pytest.mark.parametrize("kind", TINY_MODELS)
 def test_every_kind_of_model_trains_and_every_parameter_moves(tmp_path, kind, mode):
     # Case 17: no trainable parameter may be left out silently.
-    from hf_dpmuon.data import ImageFormat
-    from hf_dpmuon.models import LoadedModel
-
     model = TINY_MODELS[kind](dropout=0.1)
     before = weights(model)
-    handed: Any = model
-    if kind == "timm_vit":
-        handed = LoadedModel(
-            model=model,
-            image_format=ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear"),
-            processor=None,
-            library="timm",
-            label_names=("a", "b", "c"),
-            notes=(),
-        )
+    handed: Any = as_loaded(model) if kind == "timm_vit" else model
     trainer = trainer_of(tmp_path, handed, kind=Spy, max_steps=2, grad_sample_mode=mode)
     trainer.train()
     after = weights(trainer.model)
@@ -497,6 +499,35 @@ def test_the_best_model_is_restored_whole(tmp_path):
     best = AutoModelForImageClassification.from_pretrained(trainer.state.best_model_checkpoint)
     assert largest_difference(weights(best), weights(trainer.model)) == 0
     assert len(trainer.ledger) == 4
+
+
+def test_a_timm_model_resumes_and_reloads_through_timm(tmp_path):
+    import timm
+
+    whole = trainer_of(tmp_path / "whole", as_loaded(TINY_MODELS["timm_vit"]()))
+    whole.train()
+    folder = tmp_path / "parts"
+    trainer_of(
+        folder, as_loaded(TINY_MODELS["timm_vit"]()), save_strategy="steps", save_steps=2
+    ).train()
+    second = trainer_of(folder, as_loaded(TINY_MODELS["timm_vit"]()))
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert largest_difference(weights(whole.model), weights(second.model)) == 0
+    second.save_model()
+    x = Images().pixels
+    loaded = timm.create_model(
+        f"local-dir:{folder}",
+        pretrained=True,
+        img_size=8,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        mlp_ratio=2,
+        init_values=0.5,
+        reg_tokens=2,
+        patch_size=4,
+    )
+    assert torch.equal(loaded.eval()(x), second.model.eval()(x))
 
 
 def checkpointed(folder: Path, **settings: Any) -> Path:

@@ -8,6 +8,7 @@ every privacy unit's gradient, and sums of those gradients under weights that th
 from hf_dpmuon.grad_sample.bookkeeping import BookKeepingGradSampleModule, GhostGradSampleModule
 from hf_dpmuon.grad_sample.engine import PerSampleEngine
 from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
+from hf_dpmuon.grad_sample.verification import verify_per_sample_gradients
 
 __all__ = [
     "ENGINES",
@@ -15,6 +16,7 @@ __all__ = [
     "GhostGradSampleModule",
     "HooksGradSampleModule",
     "PerSampleEngine",
+    "verify_per_sample_gradients",
 ]
 
 ENGINES: dict[str, type[PerSampleEngine]] = {

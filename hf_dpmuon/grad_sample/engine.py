@@ -81,6 +81,10 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     def discard(self) -> None:
         """Drop all gradients, the units, and whatever an unfinished or foreign pass left."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; here they are never zeroed in place."""
+        self.discard()
+
     def _sum_rows(self, gradient_rows: Tensor) -> Tensor:
         """(B, ...) per row to (U, ...) per unit."""
         if self._unit_of_row is None:
