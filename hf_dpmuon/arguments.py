@@ -16,18 +16,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from torch import Tensor
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
+from hf_dpmuon.optim import ADJUST_LR, DP_OPTIMIZERS, check_method
+from hf_dpmuon.spectral import COEFFICIENTS
 
 __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
 
 # Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
-LEARNING_RATES = {"sgd": 0.01, "muon": 2e-3}
+# DP-Muon-S steps in the units of DP-SGD.
+LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
 ACCOUNTANTS = ("rdp", "prv")
+DP_FILTERS = ("none", "doppler", "disk")
 
 
 @dataclass
@@ -157,20 +163,68 @@ class DPTrainingArguments(TrainingArguments):
             "or hooks (the reference)."
         },
     )
-    dp_optimizer: str = field(default="muon", metadata={"help": "muon or sgd."})
+    dp_optimizer: str = field(
+        default="muon", metadata={"help": "sgd, adam, muon or muon_s; see docs/methods.md."}
+    )
     learning_rate: float | None = field(  # type: ignore[assignment]
         default=None,
-        metadata={"help": "Of matrices under muon, of all under sgd (default 2e-3, 0.01)."},
+        metadata={
+            "help": "Of matrices under muon and muon_s, of all otherwise; by default the method's "
+            "(sgd 0.01, adam 3e-4, muon 2e-3, muon_s 0.01)."
+        },
     )
     vector_learning_rate: float = field(
         default=0.01,
-        metadata={"help": "Under muon: of everything that is not orthogonalised (DP-SGD)."},
+        metadata={"help": "Under muon, muon_s: of all that is not orthogonalised (DP-SGD)."},
     )
     orthogonalize_head: bool = field(
-        default=True, metadata={"help": "Under muon: whether the classifier's matrix is, too."}
+        default=True,
+        metadata={"help": "Under muon, muon_s: whether the classifier's matrix is, too."},
     )
     orthogonalize_patch_embedding: bool = field(
-        default=True, metadata={"help": "Under muon: whether the patch embedding is, too."}
+        default=True,
+        metadata={"help": "Under muon, muon_s: whether the patch embedding is, too."},
+    )
+    ns_coefficients: str = field(
+        default="keller",
+        metadata={"help": "Newton-Schulz table: keller (the paper's), you or polar_express."},
+    )
+    ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations."})
+    adjust_lr: str | None = field(
+        default=None,
+        metadata={
+            "help": "Factor for rectangular matrices: paper (default of muon), original (of "
+            "muon_s), match_rms_adamw or spectral_unclamped."
+        },
+    )
+    spectral_map: str = field(
+        default="newton_schulz",
+        metadata={
+            "help": "Direction under muon: newton_schulz, polar_express, svd, or one that knows "
+            "the noise: known_noise_polar, shrink_frobenius, shrink_operator, hard_threshold, "
+            "selective."
+        },
+    )
+    correct_for_noise: bool = field(
+        default=False,
+        metadata={"help": "Clear adam's second moment, or muon_s's size, of the known noise."},
+    )
+    dp_filter: str = field(
+        default="none", metadata={"help": "Filter of the private gradient: none, doppler or disk."}
+    )
+    doppler_coefficients: str = field(
+        default="ema_0.9", metadata={"help": "Under doppler: name of the low-pass filter."}
+    )
+    disk_kappa: float = field(
+        default=0.7,
+        metadata={"help": "Under disk: gain in (0, 1]. The 1.5 of the paper is out of range."},
+    )
+    disk_gamma: float | None = field(
+        default=None,
+        metadata={
+            "help": "Under disk: look-ahead > 0; (1 - kappa) / kappa if unset, which alone needs "
+            "one gradient evaluation a step and not two."
+        },
     )
     report_nonprivate_loss: bool = field(
         default=False,
@@ -244,12 +298,44 @@ class DPTrainingArguments(TrainingArguments):
             ("clipping", self.clipping, get_args(Clipping)),
             ("accountant", self.accountant, ACCOUNTANTS),
             ("grad_sample_mode", self.grad_sample_mode, tuple(ENGINES)),
-            ("dp_optimizer", self.dp_optimizer, tuple(LEARNING_RATES)),
+            ("dp_optimizer", self.dp_optimizer, DP_OPTIMIZERS),
+            ("dp_filter", self.dp_filter, DP_FILTERS),
+            ("doppler_coefficients", self.doppler_coefficients, tuple(LOW_PASS)),
+            ("ns_coefficients", self.ns_coefficients, tuple(COEFFICIENTS)),
+            ("adjust_lr", self.adjust_lr, (None, *ADJUST_LR)),
         ):
             if value not in legal:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(legal)}.")
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, legal))}.")
+        check_method(
+            dp_optimizer=self.dp_optimizer,
+            spectral_map=self.spectral_map,
+            correct_for_noise=self.correct_for_noise,
+        )
         if self.learning_rate is None:
             self.learning_rate = LEARNING_RATES[self.dp_optimizer]
+        if self.ns_steps < 1:
+            raise ValueError(f"ns_steps={self.ns_steps} must be >= 1.")
+        evaluations = self.build_filter([]).evaluations
+        if evaluations > 1 and self.grad_sample_mode == "ghost":
+            raise ValueError(
+                f"disk_gamma={self.disk_gamma} needs two gradient evaluations a step, whose norms "
+                "grad_sample_mode='ghost' cannot combine; leave disk_gamma unset, or use "
+                "'bookkeeping'."
+            )
+
+    def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
+        """Build the filter of ``dp_filter`` for these trainable parameters.
+
+        Raises:
+            ValueError: If one of its settings is out of range.
+        """
+        match self.dp_filter:
+            case "doppler":
+                return LowPassFilter.named(self.doppler_coefficients)
+            case "disk":
+                return KalmanFilter(parameters, kappa=self.disk_kappa, gamma=self.disk_gamma)
+            case _:
+                return GradientFilter()
 
     def _check_training_loop(self) -> None:
         refused = {

@@ -204,17 +204,19 @@ class GradientFilter:
 
     Attributes:
         response: What the filter does to a stream of releases.
+        evaluations: Largest number of query points of a step.
     """
 
     response = LinearResponse(b=(1.0,))
+    evaluations = 1
 
     def query_points(self) -> list[QueryPoint]:
         """Where this step's gradients are evaluated; coefficients sum to 1."""
         return [QueryPoint(1.0)]
 
     def smooth(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return the filtered gradients in new tensors, given this step's private ones."""
-        return [gradient.clone() for gradient in gradients]
+        """Return the filtered gradients, given this step's private ones, which are only read."""
+        return list(gradients)
 
     @property
     def noise_gain(self) -> float:
@@ -346,14 +348,10 @@ class KalmanFilter(GradientFilter):
         self._coefficient = (
             1.0 if math.isclose(self.gamma, single, rel_tol=1e-9) else single / self.gamma
         )
+        self.evaluations = 1 if kappa == 1 or self._coefficient == 1 else 2
         self.response = LinearResponse(b=(kappa,), a=(kappa - 1,), start="first")
         self._previous: list[Tensor] | None = None  # x_{t-1}
         self._filtered: list[Tensor] | None = None  # g_{t-1}
-
-    @property
-    def evaluations(self) -> int:
-        """Number of gradient evaluations a step, but for the first, which is one."""
-        return 1 if self.kappa == 1 or self._coefficient == 1 else 2
 
     def query_points(self) -> list[QueryPoint]:
         """x_t + gamma d, and x_t unless its coefficient is zero."""

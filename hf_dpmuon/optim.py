@@ -41,6 +41,8 @@ __all__ = [
     "DPAdam",
     "DPMuon",
     "DPMuonS",
+    "DP_OPTIMIZERS",
+    "check_method",
     "create_optimizer",
     "routing_table",
 ]
@@ -571,6 +573,26 @@ SPECTRAL_OPTIMIZERS = ("muon", "muon_s")
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.FUSED_QKV, ParameterRole.CONV})
 
 
+def check_method(*, dp_optimizer: str, spectral_map: str, correct_for_noise: bool) -> None:
+    """Refuse names that are unknown and settings that would have no effect.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    _check_name("dp_optimizer", dp_optimizer, DP_OPTIMIZERS)
+    _check_name("spectral_map", spectral_map, SPECTRAL_MAPS)
+    if dp_optimizer != "muon" and spectral_map != "newton_schulz":
+        raise ValueError(
+            f"spectral_map={spectral_map!r} has no effect under dp_optimizer={dp_optimizer!r}; "
+            "set dp_optimizer='muon' or leave it 'newton_schulz'."
+        )
+    if correct_for_noise and dp_optimizer not in ("adam", "muon_s"):
+        raise ValueError(
+            f"correct_for_noise=True has no effect under dp_optimizer={dp_optimizer!r}; use 'adam' "
+            "or 'muon_s', or a spectral_map that knows the noise."
+        )
+
+
 def create_optimizer(
     model: nn.Module,
     *,
@@ -613,17 +635,9 @@ def create_optimizer(
         ValueError: If a name is unknown, a setting would have no effect, a noise level is missing,
             or there is no matrix to orthogonalise.
     """
-    _check_name("dp_optimizer", dp_optimizer, DP_OPTIMIZERS)
-    if dp_optimizer != "muon" and spectral_map != "newton_schulz":
-        raise ValueError(
-            f"spectral_map={spectral_map!r} has no effect under dp_optimizer={dp_optimizer!r}; "
-            "set dp_optimizer='muon' or leave it 'newton_schulz'."
-        )
-    if correct_for_noise and dp_optimizer not in ("adam", "muon_s"):
-        raise ValueError(
-            f"correct_for_noise=True has no effect under dp_optimizer={dp_optimizer!r}; use 'adam' "
-            "or 'muon_s', or a spectral_map that knows the noise."
-        )
+    check_method(
+        dp_optimizer=dp_optimizer, spectral_map=spectral_map, correct_for_noise=correct_for_noise
+    )
     if correct_for_noise and noise is None:
         raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
     spectral = dp_optimizer in SPECTRAL_OPTIMIZERS
