@@ -58,6 +58,10 @@ def weighted_sum(engine: nn.Module, weights: Tensor) -> dict[str, Tensor]:
     return into
 
 
+def row_norms(rows: Tensor) -> Tensor:
+    return rows.reshape(len(rows), -1).norm(dim=1)
+
+
 def assert_matches(engine: nn.Module, expected: dict[str, Tensor], *, rtol: float) -> None:
     """Norms and weighted sums of the engine's last pass equal those of ``expected``.
 
@@ -68,14 +72,14 @@ def assert_matches(engine: nn.Module, expected: dict[str, Tensor], *, rtol: floa
     norms = engine.per_sample_norms()
     size = len(next(iter(expected.values())))
     dtype = next(iter(expected.values())).dtype
-    scale = torch.stack([g.flatten(1).norm(dim=1) for g in expected.values()]).amax(0)
+    scale = torch.stack([row_norms(g) for g in expected.values()]).amax(0)
     assert (scale > 0).all(), "a test without gradients shows nothing"
     assert set(norms) <= set(expected)
     for name, gradient in expected.items():
         norm = norms.get(name, torch.zeros(size)).to(dtype)
         # sqrt(rtol): a norm from inner products loses half the digits of what cancels.
-        error = (norm - gradient.flatten(1).norm(dim=1)).abs()
-        tolerance = rtol * (gradient.flatten(1).norm(dim=1) + scale) + 1e-5 * scale
+        error = (norm - row_norms(gradient)).abs()
+        tolerance = rtol * (row_norms(gradient) + scale) + 1e-5 * scale
         assert (error <= tolerance).all(), f"norms of {name}: {error} > {tolerance}"
     for i, weights in enumerate(torch.eye(size, dtype=dtype)):
         for name, total in weighted_sum(engine, weights).items():

@@ -9,8 +9,6 @@ ghost        two backward passes over one forward; nothing is kept    memory clo
 ============ ======================================================== ======================
 """
 
-
-
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -216,10 +214,15 @@ class GhostGradSampleModule(_InterceptingEngine):
 
     Args:
         model: The plain classifier; trainable layers in eval mode get gradients too.
-        passes: Forward passes of a physical batch that one release consumes, at most.
+        passes: Must be 1: between passes the weights move, and this engine goes back only later.
     """
 
     def __init__(self, model: nn.Module, *, passes: int = 1) -> None:
+        if passes != 1:
+            raise ValueError(
+                f"the ghost engine takes one pass, not {passes}: it goes back through the model "
+                "when the weights have moved on; use grad_sample_mode='bookkeeping'."
+            )
         self._outputs: list[tuple[Tensor, Tensor]] = []  # of the model, and the copy that was used
         self._reused: set[nn.Parameter] = set()  # used more than once: gradients add up first
         self._norms: dict[nn.Parameter, Tensor] = {}
@@ -243,7 +246,7 @@ class GhostGradSampleModule(_InterceptingEngine):
         if self._sums is not None:
             weights, into = self._sums[parameter]
             use.add_weighted_sum(weights, into=into)
-        elif parameter in self._reused or self.passes > 1:
+        elif parameter in self._reused:
             self._uses.setdefault(parameter, []).append(use)
         elif parameter in self._norms:
             self._reused.add(parameter)

@@ -106,7 +106,7 @@ class OuterProducts:
 
 
 def _row_norms(x_U: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_U.flatten(1), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(x_U.reshape(len(x_U), -1), dim=1)
     return norms
 
 

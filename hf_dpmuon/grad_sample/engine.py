@@ -106,7 +106,7 @@ def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor) -> None:
         weights: (U,).
         into: (*shape), contiguous.
     """
-    flat = samples.flatten(1)  # (U, P)
+    flat = samples.reshape(len(samples), -1)  # (U, P)
     if not bool(weights.all()):
         flat = torch.where(weights[:, None] != 0, flat, 0.0)
     into.view(1, -1).addmm_(weights[None].to(into.dtype), flat.to(into.dtype))

@@ -19,8 +19,6 @@ Guarantees:
     function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
 """
 
-
-
 from __future__ import annotations
 
 import logging
@@ -72,8 +70,9 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.receive(gradient, *ctx.saved_tensors)
-        return gradient, None, None, *(None for _ in ctx.saved_tensors)
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them only once
+        ctx.receive(gradient, *saved)
+        return gradient, None, None, *(None for _ in saved)
 
 
 def _tap(output: Tensor, receive: Receive, *saved: Tensor) -> Tensor:
@@ -143,6 +142,8 @@ class ParameterInterception(TorchFunctionMode):
         shared = [t for t in operands if self._is_shared(t)]
         if not shared or not torch.is_grad_enabled():
             return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            raise self._no_rule(func, shared)
         name = func.__name__
         if name in EXPANSIONS:
             return self._expansion(func, args, kwargs)
@@ -432,12 +433,15 @@ class ParameterInterception(TorchFunctionMode):
                 self._report_rows(t, gradient)
 
         output = _call(func, args, kwargs, lambda t: detached.get(id(t), t))
-        if not isinstance(output, Tensor) or func is F.multi_head_attention_forward:
-            raise NotImplementedError(
-                f"{names}: no per-sample rule for {func.__name__}; freeze them with "
-                "requires_grad_(False), or use a model that does without."
-            )
+        if not isinstance(output, Tensor):
+            raise self._no_rule(func, shared)
         return _tap(output, receive, *batched)
+
+    def _no_rule(self, func: Any, shared: Sequence[Tensor]) -> NotImplementedError:
+        return NotImplementedError(
+            f"{', '.join(self._named(t) for t in shared)}: no per-sample rule for {func.__name__}; "
+            "freeze them with requires_grad_(False), or use a model that does without."
+        )
 
     def _named(self, t: Tensor) -> str:
         return ", ".join(self._names[p] for p in self._parameters_of(t))
