@@ -16,6 +16,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,12 @@ from hf_dpmuon.accounting import (
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.diagnostics import signal_to_noise
+from hf_dpmuon.filters import moved_to
 from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine, verify_per_sample_gradients
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
-from hf_dpmuon.optim import create_optimizer, routing_table
+from hf_dpmuon.optim import KnownNoise, create_optimizer, routing_table
 from hf_dpmuon.sampling import (
     LogicalBatch,
     LogicalBatchLoader,
@@ -66,8 +68,12 @@ logger = logging.getLogger(__name__)
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 STATE_FILE = "privacy_state.json"
+FILTER_FILE = "gradient_filter.pt"
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
+# As the paper names its methods: DP-SGD, DOPPLER-Muon.
+FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
+OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
 ADJACENCY = "add or remove one"
 
 
@@ -291,6 +297,8 @@ class DPTrainer(Trainer):
             optimizers=optimizers,
         )
         self.label_names = ["labels"]
+        self._filtered = [p for p in self.model.parameters() if p.requires_grad]
+        self._filter = args.build_filter(self._filtered)
         if self.optimizer is not None:
             self._check_optimizer(self.optimizer)
         if self.pop_callback(ProgressCallback) is not None:
@@ -358,9 +366,22 @@ class DPTrainer(Trainer):
                 weight_decay=self.args.weight_decay,
                 orthogonalize_head=self.args.orthogonalize_head,
                 orthogonalize_patch_embedding=self.args.orthogonalize_patch_embedding,
+                spectral_map=self.args.spectral_map,
+                ns_steps=self.args.ns_steps,
+                ns_coefficients=self.args.ns_coefficients,
+                adjust_lr=self.args.adjust_lr,
+                noise=self._known_noise,
+                correct_for_noise=self.args.correct_for_noise,
             )
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
+
+    @property
+    def _known_noise(self) -> KnownNoise:
+        """What the accountant's plan fixes of the noise in the gradients of the optimizer."""
+        expected_batch_size = self.plan.sample_rate * self.plan.num_units
+        std = self.plan.noise_multiplier * self.args.per_sample_max_grad_norm / expected_batch_size
+        return KnownNoise(std, self._filter.response)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
@@ -380,7 +401,7 @@ class DPTrainer(Trainer):
             return model
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
         prepared.train()
-        engine = ENGINES[self.args.grad_sample_mode](prepared)
+        engine = ENGINES[self.args.grad_sample_mode](prepared, passes=self._filter.evaluations)
         self._check_per_sample_gradients(engine)
         self._mechanism = GaussianMechanism(
             engine,
@@ -432,13 +453,21 @@ class DPTrainer(Trainer):
         model.train()
         mechanism.begin()
         loss_sum, rows = 0.0, 0
+        points = self._filter.query_points()
         for physical_batch in inputs:
             batch = self._prepare_inputs(physical_batch)
             size = len(batch["labels"])
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, batch)
-            (loss * size).backward()  # the engine wants the sum over samples, not their mean
-            mechanism.accumulate()
+            for point in points:
+                is_last = point is points[-1]
+                # Every evaluation of a sample sees the same dropout.
+                forked = nullcontext() if is_last else torch.random.fork_rng()
+                with moved_to(self._filtered, point), forked:
+                    with self.compute_loss_context_manager():
+                        loss = self.compute_loss(model, batch)
+                    # the engine wants the sum over samples, not their mean
+                    (loss * size * point.coefficient).backward()
+                    if is_last:  # before the weights are back: an engine may backpropagate again
+                        mechanism.accumulate()
             if self.args.report_nonprivate_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
         event = mechanism.release(step=step, replay=replay)
@@ -447,6 +476,9 @@ class DPTrainer(Trainer):
                 self.model.zero_grad()
                 raise RuntimeError("the privacy budget is spent; no further step may be taken.")
             self._affordable -= 1
+        smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
+        for p, gradient in zip(self._filtered, smoothed, strict=True):
+            p.grad = gradient
         return torch.tensor(loss_sum / max(rows, 1), device=self.args.device)
 
     def compute_loss(
@@ -630,6 +662,17 @@ class DPTrainer(Trainer):
         else:
             # The original run may go on elsewhere; the same noise on other sums would cancel out.
             logger.warning("Resuming in another folder: noise is drawn afresh.")
+        if self.args.dp_filter != "none":
+            if not (checkpoint / FILTER_FILE).is_file():
+                raise ValueError(
+                    f"checkpoint {checkpoint} has no {FILTER_FILE}: it was made without "
+                    f"dp_filter={self.args.dp_filter!r}; resume with its own dp_filter."
+                )
+            self._filter.load_state_dict(
+                torch.load(
+                    checkpoint / FILTER_FILE, map_location=self.args.device, weights_only=True
+                )
+            )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -676,7 +719,7 @@ class DPTrainer(Trainer):
         if "grad_norm" in logs and self._mechanism is not None:
             logs["signal_to_noise"] = signal_to_noise(
                 gradient_norm=float(logs["grad_norm"]),
-                noise_std=self._mechanism.noise_std,
+                noise_std=math.sqrt(self._known_noise.variance(max(1, self.state.global_step))),
                 num_entries=self._mechanism.num_entries,
             )
         if self.ledger is not None and len(self.ledger) > 0:
@@ -737,7 +780,7 @@ class DPTrainer(Trainer):
             dataset=self.card_facts.get("dataset", "unnamed"),
             label_names=self.card_facts.get("label_names", ()),
             recipe={
-                "method": {"muon": "DP-Muon", "sgd": "DP-SGD"}[args.dp_optimizer],
+                "method": f"{FILTER_NAMES[args.dp_filter]}-{OPTIMIZER_NAMES[args.dp_optimizer]}",
                 "learning rate": args.learning_rate,
                 "learning rate of the rest": args.vector_learning_rate,
                 "schedule": SchedulerType(args.lr_scheduler_type).value,
@@ -764,6 +807,8 @@ class DPTrainer(Trainer):
             "noise": generator_state(self._mechanism.generator),
             "sampling": self._batches.state_dict(),
         }
+        if self.args.dp_filter != "none":
+            torch.save(self._filter.state_dict(), folder / FILTER_FILE)
         _write_json(folder / STATE_FILE, state, secret=True)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
@@ -784,6 +829,11 @@ def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         name: torch.stack([torch.as_tensor(example[name]) for example in examples])
         for name in ("pixel_values", "labels")
     }
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a release writes every gradient"
+    return parameter.grad
 
 
 def _only(items: list[LogicalBatch]) -> LogicalBatch:
