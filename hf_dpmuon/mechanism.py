@@ -8,7 +8,8 @@ Guarantees:
     With noise multiplier sigma and norm bound C, adding or removing one sample changes the clipped
     sum by at most C in Euclidean norm over *all* trainable parameters together, and the release is
     that sum plus N(0, sigma^2 C^2 I), divided by a number that does not depend on the draw.
-    Norms, factors, sums and noise are float32 whatever the compute type.
+    Norms, factors, sums and noise are float32 whatever the compute type. With several processes each
+    sums its own share of the draw; one of them adds the noise, and all end with the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.sampling import secret_generator
@@ -104,7 +105,8 @@ class GaussianMechanism:
         max_grad_norm: C > 0.
         sample_rate: q in (0, 1].
         num_units: N, the number of privacy units; the sum is divided by q N.
-        generator: Secret generator of the noise.
+        generator: Secret generator of the noise; None in every process but one, which adds the
+            noise to its own share of the sum before the shares are added up.
         clipping: How a sample's gradient is bounded; see ``clip_factors``.
 
     Raises:
@@ -119,7 +121,7 @@ class GaussianMechanism:
         max_grad_norm: float,
         sample_rate: float,
         num_units: int,
-        generator: np.random.Generator,
+        generator: np.random.Generator | None,
         clipping: Clipping = "flat",
     ) -> None:
         if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
@@ -132,6 +134,8 @@ class GaussianMechanism:
             raise ValueError(f"num_units={num_units} must be >= 1.")
         if clipping not in get_args(Clipping):
             raise ValueError(f"clipping={clipping!r} must be one of {get_args(Clipping)}.")
+        if generator is None and not distributed.is_initialized():
+            raise ValueError("generator=None needs another process that adds the noise.")
         self.module = module
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
@@ -140,10 +144,7 @@ class GaussianMechanism:
         self.clipping: Clipping = clipping
         self.generator = generator
         self._parameters = _trainable(module)
-        self._sums = {
-            name: torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-            for name, p in self._parameters.items()
-        }
+        self._total, self._sums = _flat_views(self._parameters)
 
     @property
     def noise_std(self) -> float:
@@ -163,8 +164,7 @@ class GaussianMechanism:
         """
         self._check_trainable_set()
         self.module.discard()
-        for total in self._sums.values():
-            total.zero_()
+        self._total.zero_()
 
     def accumulate(self) -> None:
         """Clip the samples of the last backward pass, add them to the sum, drop their gradients.
@@ -202,11 +202,11 @@ class GaussianMechanism:
         """
         self._check_trainable_set()
         digest = self._privatise()
-        if replay is not None and replay.digest != digest:
-            self.generator = secret_generator()
+        if replay is not None and replay.digest != digest:  # the same in every process
+            if self.generator is not None:
+                self.generator = secret_generator()
             digest = self._privatise()
-        for total in self._sums.values():
-            total.zero_()
+        self._total.zero_()
         return NoiseEvent(
             step=step,
             noise_multiplier=self.noise_multiplier,
@@ -217,16 +217,19 @@ class GaussianMechanism:
         )
 
     def _privatise(self) -> str:
-        scale = self.noise_multiplier * self.max_grad_norm
-        checksum = hashlib.sha256()
+        private, gradients = _flat_views(self._parameters)
+        if self.generator is not None:
+            scale = self.noise_multiplier * self.max_grad_norm
+            for gradient in gradients.values():
+                noise = self.generator.standard_normal(tuple(gradient.shape), dtype=np.float32)
+                gradient.copy_(torch.from_numpy(noise)).mul_(scale)
+        private.add_(self._total)
+        if distributed.is_initialized():
+            distributed.all_reduce(private)
+        private.div_(self.expected_batch_size)
         for name, parameter in self._parameters.items():
-            noise = self.generator.standard_normal(tuple(parameter.shape), dtype=np.float32)
-            private = torch.as_tensor(noise, device=parameter.device).mul_(scale)
-            private.add_(self._sums[name]).div_(self.expected_batch_size)
-            checksum.update(name.encode())
-            checksum.update(private.cpu().numpy().tobytes())
-            parameter.grad = private.to(parameter.dtype)
-        return checksum.hexdigest()
+            parameter.grad = gradients[name].to(parameter.dtype)
+        return hashlib.sha256(private.cpu().numpy().tobytes()).hexdigest()
 
     def _check_trainable_set(self) -> None:
         now = _trainable(self.module)
@@ -240,6 +243,17 @@ class GaussianMechanism:
             f"({', '.join(changed) or 'parameters were replaced'}); freeze or unfreeze before the "
             "trainer is built, or build a new one."
         )
+
+
+def _flat_views(
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One float32 vector of zeros for all parameters, and a view of it in the shape of each."""
+    sizes = [p.numel() for p in parameters.values()]
+    device = next(iter(parameters.values())).device
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    views = zip(parameters.items(), torch.split(flat, sizes), strict=True)
+    return flat, {name: view.view(p.shape) for (name, p), view in views}
 
 
 def _trainable(module: PerSampleEngine) -> dict[str, torch.nn.Parameter]:

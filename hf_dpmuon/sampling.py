@@ -17,13 +17,15 @@ noise, that is exact sums) cannot foretell the rest.
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "PoissonSampler",
     "LogicalBatch",
     "LogicalBatchLoader",
+    "PhysicalBatch",
 ]
 
 IntArray = npt.NDArray[np.int64]
@@ -143,6 +146,22 @@ class _KeyedDataset(Protocol):
     def __getitem__(self, key: Key, /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class PhysicalBatch:
+    """Rows of one draw that are in memory together; all rows of a unit are in one of them.
+
+    Attributes:
+        inputs: What ``collate_fn`` made of the rows.
+        unit_of_row: For each row, the number of its unit within this batch, int64 of shape (B,);
+            None where each row is a unit of its own.
+        num_units: Number of units in this batch.
+    """
+
+    inputs: Any
+    unit_of_row: Tensor | None
+    num_units: int
+
+
 class LogicalBatch:
     """One Poisson draw: iterate it, once, for its physical batches.
 
@@ -151,26 +170,26 @@ class LogicalBatch:
     iterating must not publish the count.
     """
 
-    def __init__(self, pull: Callable[[], Any], num_physical: int) -> None:
+    def __init__(self, pull: Callable[[], Any], layouts: Sequence["_Layout"] = ()) -> None:
         self._pull_one = pull
-        self._remaining = num_physical
+        self._remaining = deque(layouts)
         self._started = False
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PhysicalBatch]:
         if self._started:
             raise RuntimeError("a LogicalBatch can be iterated only once; its rows are not kept.")
         self._started = True
         return self._pull()
 
-    def _pull(self) -> Iterator[Any]:
+    def _pull(self) -> Iterator[PhysicalBatch]:
         while self._remaining:
-            batch = self._pull_one()
-            self._remaining -= 1
-            yield batch
+            inputs = self._pull_one()
+            layout = self._remaining.popleft()
+            yield PhysicalBatch(inputs, layout.unit_of_row(), layout.num_units)
 
     @property
     def _consumed(self) -> bool:
-        return self._remaining == 0
+        return not self._remaining
 
 
 class LogicalBatchLoader:
@@ -190,6 +209,12 @@ class LogicalBatchLoader:
         num_batches: Logical batches in one pass of ``iter``; the length, >= 1.
         num_workers: As in ``DataLoader``.
         pin_memory: As in ``DataLoader``.
+        rows_of_unit: Rows of each unit of ``sampler``, where a unit is not a row: the images of a
+            patient, say.
+        max_rows_per_unit: Most rows of a drawn unit that are used, chosen anew in each draw.
+        augmentations: How often each row is used in a draw, each time with another seed.
+        rank: This process's number; it gets every ``world_size``-th unit of each draw.
+        world_size: Number of processes. All must have generators in the same state.
 
     Raises:
         ValueError: A value lies outside its range.
@@ -210,15 +235,36 @@ class LogicalBatchLoader:
         num_batches: int,
         num_workers: int = 0,
         pin_memory: bool = False,
+        rows_of_unit: Sequence[IntArray] | None = None,
+        max_rows_per_unit: int | None = None,
+        augmentations: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         if physical_batch_size < 1:
             raise ValueError(f"physical_batch_size={physical_batch_size} must be >= 1.")
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches} must be >= 1.")
+        if augmentations < 1:
+            raise ValueError(f"augmentations={augmentations} must be >= 1.")
+        if max_rows_per_unit is not None and max_rows_per_unit < 1:
+            raise ValueError(f"max_rows_per_unit={max_rows_per_unit} must be >= 1.")
+        if rows_of_unit is not None and len(rows_of_unit) != sampler.num_units:
+            raise ValueError(
+                f"rows_of_unit names {len(rows_of_unit)} units, but the sampler draws from "
+                f"{sampler.num_units}."
+            )
         self.dataset = dataset
         self.sampler = sampler
         self.num_batches = num_batches
-        self._draws = _DrawQueue(sampler, physical_batch_size)
+        self._draws = _DrawQueue(
+            sampler,
+            physical_batch_size,
+            rows_of_unit=rows_of_unit,
+            max_rows_per_unit=max_rows_per_unit,
+            augmentations=augmentations,
+            stripe=slice(rank, None, world_size),
+        )
         self._loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # a map from keys, not from integers
             batch_sampler=self._draws,
@@ -228,7 +274,7 @@ class LogicalBatchLoader:
             generator=torch.Generator(),  # else torch takes worker seeds from its global generator
         )
         self._physical_batches: Iterator[Any] | None = None
-        self._current = LogicalBatch(self._pull, 0)
+        self._current = LogicalBatch(self._pull)
         self._state = generator_state(sampler.generator)
 
     def __len__(self) -> int:
@@ -256,7 +302,7 @@ class LogicalBatchLoader:
         restore_generator(self.sampler.generator, state["generator"])
         self._draws.clear()
         self._physical_batches = None
-        self._current = LogicalBatch(self._pull, 0)
+        self._current = LogicalBatch(self._pull)
         self._state = generator_state(self.sampler.generator)
 
     def _next(self) -> LogicalBatch:
@@ -267,10 +313,10 @@ class LogicalBatchLoader:
             )
         if self._physical_batches is None:
             self._physical_batches = iter(self._loader)
-        num_physical, self._state = self._draws.hand_out()
-        if num_physical == 0:
+        layouts, self._state = self._draws.hand_out()
+        if not layouts:
             self._pull()  # the place-holder of an empty draw
-        self._current = LogicalBatch(self._pull, num_physical)
+        self._current = LogicalBatch(self._pull, layouts)
         return self._current
 
     def _pull(self) -> Any:
@@ -287,19 +333,49 @@ class LogicalBatchLoader:
         self.load_state_dict(self.state_dict())
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """How many rows each unit of a physical batch has; None where it is one each."""
+
+    rows_per_unit: tuple[int, ...] | None
+    num_units: int
+
+    def unit_of_row(self) -> Tensor | None:
+        if self.rows_per_unit is None:
+            return None
+        units = torch.arange(self.num_units)
+        return units.repeat_interleave(torch.tensor(self.rows_per_unit, dtype=torch.int64))
+
+
 class _DrawQueue(Sampler[list[Key]]):
     """The endless batch sampler, and for each draw what the main process must know of it.
 
     ``DataLoader`` runs ahead of the trainer by its prefetch, so draws wait here until they are
     handed out, each with the generator's state just after it. An empty draw sends one empty list
     of keys as a place-holder; without it, prefetching would draw on until it finds a row.
+
+    Every process makes the whole draw and keeps its stripe of the units, so that all generators
+    stay in step and no unit is drawn twice or left out.
     """
 
-    def __init__(self, sampler: PoissonSampler, physical_batch_size: int) -> None:
+    def __init__(
+        self,
+        sampler: PoissonSampler,
+        physical_batch_size: int,
+        *,
+        rows_of_unit: Sequence[IntArray] | None,
+        max_rows_per_unit: int | None,
+        augmentations: int,
+        stripe: slice,
+    ) -> None:
         self._sampler = sampler
         self._size = physical_batch_size
+        self._rows_of_unit = rows_of_unit
+        self._max_rows = max_rows_per_unit
+        self._augmentations = augmentations
+        self._stripe = stripe
         self._unloaded: deque[tuple[IntArray, IntArray]] = deque()
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        self._waiting: deque[tuple[list[_Layout], dict[str, Any]]] = deque()
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
@@ -308,8 +384,8 @@ class _DrawQueue(Sampler[list[Key]]):
             rows, seeds = self._unloaded.popleft()
             yield list(zip(rows.tolist(), seeds.tolist(), strict=True))
 
-    def hand_out(self) -> tuple[int, dict[str, Any]]:
-        """Returns the next draw's number of physical batches and the generator's state after it."""
+    def hand_out(self) -> tuple[list[_Layout], dict[str, Any]]:
+        """Returns the layouts of the next draw's batches, and the generator's state after it."""
         if not self._waiting:
             self._draw()
         return self._waiting.popleft()
@@ -319,12 +395,53 @@ class _DrawQueue(Sampler[list[Key]]):
         self._waiting.clear()
 
     def _draw(self) -> None:
-        rows = self._sampler.draw()
-        seeds = self._sampler.generator.integers(0, 2**_SEED_BITS, size=len(rows), dtype=np.int64)
-        for i in range(0, max(1, len(rows)), self._size):
-            self._unloaded.append((rows[i : i + self._size], seeds[i : i + self._size]))
-        num_physical = -(-len(rows) // self._size)
-        self._waiting.append((num_physical, generator_state(self._sampler.generator)))
+        units = self._sampler.draw()
+        if self._rows_of_unit is None and self._augmentations == 1:
+            batches = self._one_row_each(units)
+        else:
+            batches = self._several_rows_each(units)
+        keys = [batch for batch, _ in batches]
+        self._unloaded.extend(keys or [(units[:0], units[:0])])
+        layouts = [layout for _, layout in batches]
+        self._waiting.append((layouts, generator_state(self._sampler.generator)))
+
+    def _seeds(self, count: int) -> IntArray:
+        return self._sampler.generator.integers(0, 2**_SEED_BITS, size=count, dtype=np.int64)
+
+    def _one_row_each(self, rows: IntArray) -> list[tuple[tuple[IntArray, IntArray], _Layout]]:
+        seeds = self._seeds(len(rows))[self._stripe]
+        rows = rows[self._stripe]
+        pieces = [slice(i, i + self._size) for i in range(0, len(rows), self._size)]
+        return [((rows[p], seeds[p]), _Layout(None, len(rows[p]))) for p in pieces]
+
+    def _several_rows_each(
+        self, units: IntArray
+    ) -> list[tuple[tuple[IntArray, IntArray], _Layout]]:
+        chosen = [np.repeat(self._rows(unit), self._augmentations) for unit in units.tolist()]
+        seeds = [self._seeds(len(rows)) for rows in chosen]
+        batches: list[list[tuple[IntArray, IntArray]]] = []
+        room = 0
+        for rows, of_rows in zip(chosen[self._stripe], seeds[self._stripe], strict=True):
+            if len(rows) > room:
+                batches.append([])
+                room = self._size
+            batches[-1].append((rows, of_rows))
+            room -= len(rows)
+        return [
+            (
+                (np.concatenate([r for r, _ in batch]), np.concatenate([s for _, s in batch])),
+                _Layout(tuple(len(r) for r, _ in batch), len(batch)),
+            )
+            for batch in batches
+        ]
+
+    def _rows(self, unit: int) -> IntArray:
+        if self._rows_of_unit is None:
+            return np.array([unit], dtype=np.int64)
+        rows = self._rows_of_unit[unit]
+        if self._max_rows is None or len(rows) <= self._max_rows:
+            return rows
+        return np.sort(self._sampler.generator.choice(rows, self._max_rows, replace=False))
 
 
 def _collate_unless_empty(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:

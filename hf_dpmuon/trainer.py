@@ -455,7 +455,7 @@ class DPTrainer(Trainer):
         loss_sum, rows = 0.0, 0
         points = self._filter.query_points()
         for physical_batch in inputs:
-            batch = self._prepare_inputs(physical_batch)
+            batch = self._prepare_inputs(physical_batch.inputs)
             size = len(batch["labels"])
             for point in points:
                 is_last = point is points[-1]
@@ -800,11 +800,13 @@ class DPTrainer(Trainer):
             return
         assert self._mechanism is not None
         assert self._batches is not None
+        noise = self._mechanism.generator
+        assert noise is not None, "the process that saves is the one that adds noise"
         self.ledger.copy_to(folder / LEDGER_FILE)
         state = {
             "step": self.state.global_step,
             "num_units": self.plan.num_units,
-            "noise": generator_state(self._mechanism.generator),
+            "noise": generator_state(noise),
             "sampling": self._batches.state_dict(),
         }
         if self.args.dp_filter != "none":

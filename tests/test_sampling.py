@@ -1,6 +1,7 @@
 """Laws of the Poisson draws, their secret generator, and the loader that cuts them up."""
 
 import json
+import math
 import random
 import tracemalloc
 
@@ -47,7 +48,7 @@ def loader(num_units=100, sample_rate=0.05, *, seed=0, size=4, num_batches=6, nu
 
 def keys_of(batches):
     """Per logical batch, its keys in order."""
-    return [[key for physical in batch for key in physical] for batch in batches]
+    return [[key for physical in batch for key in physical.inputs] for batch in batches]
 
 
 # The generator
@@ -180,7 +181,7 @@ def test_the_physical_size_cuts_a_draw_and_changes_nothing(size, num_workers):
     whole = keys_of(loader(500, 0.1, size=10**6))
     cut = []
     for batch in loader(500, 0.1, size=size, num_workers=num_workers):
-        physical = list(batch)
+        physical = [part.inputs for part in batch]
         rows = [key for part in physical for key in part]
         assert len(physical) == -(-len(rows) // size)
         assert all(len(part) == size for part in physical[:-1])
@@ -275,3 +276,124 @@ def test_a_batch_does_not_tell_its_size():
 def test_values_outside_their_range_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# Units of several rows, and stripes of several processes
+
+
+def unit_loader(rows_of_unit, *, seed=0, **options):
+    sampler = PoissonSampler(
+        len(rows_of_unit), sample_rate=0.5, generator=secret_generator(seed, stream="sampling")
+    )
+    return LogicalBatchLoader(
+        EchoDataset(),
+        sampler=sampler,
+        physical_batch_size=options.pop("size", 7),
+        collate_fn=list,
+        num_batches=20,
+        rows_of_unit=rows_of_unit,
+        **options,
+    )
+
+
+def patients(count=30, seed=3):
+    """Rows of each unit: one to five, every row in exactly one unit."""
+    sizes = np.random.default_rng(seed).integers(1, 6, size=count)
+    return np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
+
+
+def test_the_rows_of_a_unit_stay_together_and_are_all_used():
+    owned = patients()
+    owner = {int(row): unit for unit, rows in enumerate(owned) for row in rows}
+    for batch in unit_loader(owned):
+        seen = set()
+        for part in batch:
+            rows = [row for row, _ in part.inputs]
+            units = [owner[row] for row in rows]
+            assert len(set(units)) == part.num_units
+            assert part.unit_of_row.tolist() == [list(dict.fromkeys(units)).index(u) for u in units]
+            assert not seen & set(units)
+            seen |= set(units)
+            for unit in set(units):
+                assert set(owned[unit]) <= set(rows)
+            assert len(rows) <= 7 or part.num_units == 1
+
+
+def test_a_unit_is_drawn_with_probability_q_however_many_rows_it_has():
+    owned = patients()
+    owner = {int(row): unit for unit, rows in enumerate(owned) for row in rows}
+    counts = np.zeros(len(owned))
+    loader = unit_loader(owned)
+    for _ in range(100):
+        for batch in loader:
+            for unit in {owner[row] for part in batch for row, _ in part.inputs}:
+                counts[unit] += 1
+    z = (counts - 1000) / math.sqrt(2000 * 0.25)
+    assert np.abs(z).max() < 4.5
+
+
+def test_at_most_so_many_rows_of_a_unit_are_used_and_others_each_time():
+    owned = [np.arange(10)]
+    used = []
+    for batch in unit_loader(owned, max_rows_per_unit=3):
+        for part in batch:
+            rows = [row for row, _ in part.inputs]
+            assert len(set(rows)) == len(rows) == 3
+            used.append(tuple(rows))
+    assert len(set(used)) > 1
+
+
+def test_augmentations_repeat_a_row_with_other_seeds():
+    owned = [np.array([0]), np.array([1, 2])]
+    for batch in unit_loader(owned, augmentations=4, size=100):
+        for part in batch:
+            assert len({seed for _, seed in part.inputs}) == len(part.inputs)
+            rows = [row for row, _ in part.inputs]
+            assert {rows.count(row) for row in rows} == {4}
+
+
+@pytest.mark.parametrize("owned", [None, patients()], ids=["rows", "units"])
+@pytest.mark.parametrize("world_size", [2, 3, 40])
+def test_stripes_of_all_processes_are_one_draw(owned, world_size):
+    def loader_of(rank, world_size):
+        if owned is not None:
+            return unit_loader(owned, rank=rank, world_size=world_size)
+        sampler = PoissonSampler(
+            50, sample_rate=0.3, generator=secret_generator(0, stream="sampling")
+        )
+        return LogicalBatchLoader(
+            EchoDataset(),
+            sampler=sampler,
+            physical_batch_size=7,
+            collate_fn=list,
+            num_batches=20,
+            rank=rank,
+            world_size=world_size,
+        )
+
+    whole = keys_of(loader_of(0, 1))
+    stripes = [loader_of(rank, world_size) for rank in range(world_size)]
+    for keys, parts in zip(whole, zip(*map(keys_of, stripes), strict=True), strict=True):
+        assert sorted(key for part in parts for key in part) == sorted(keys)
+    states = [stripe.state_dict() for stripe in stripes]
+    assert all(state == states[0] for state in states)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"augmentations": 0}, "augmentations=0"),
+        ({"max_rows_per_unit": 0}, "max_rows_per_unit=0"),
+        ({"rows_of_unit": [np.arange(2)]}, "rows_of_unit"),
+    ],
+)
+def test_wrong_units_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        LogicalBatchLoader(
+            EchoDataset(),
+            sampler=PoissonSampler(5, sample_rate=0.5, generator=secret_generator(0)),
+            physical_batch_size=2,
+            collate_fn=list,
+            num_batches=1,
+            **changed,
+        )
