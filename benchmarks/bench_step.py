@@ -7,10 +7,12 @@ A step is forward, backward, and, but for ``plain``, norms, flat clipping and th
 is done for each physical batch. Noise and optimizer are left out, being once for a logical batch.
 
 Time: all engines live in one process and take turns; the median of each is reported, and its ratio
-to the plain step. Memory: peak of one engine in a process of its own, net of what the process held
-before the step (model, images, and sums of an engine are in the baseline); on the CPU it is
-resident memory, with tensors allocated so that they are returned to the system when freed. The
-largest batch for 8 GB comes from a straight line through two batch sizes.
+to the plain step. On the CPU it is processor time, which other processes disturb less.
+
+Memory: peak of one engine in a process of its own, net of what the process held before the step
+(model, images, and sums of an engine are in the baseline); on the CPU it is resident memory, with
+tensors allocated so that they are returned to the system when freed. The largest batch for 8 GB is
+in proportion.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def build_model(name: str) -> nn.Module:
+    """A ViT with random weights, as HF configures it."""
     torch.manual_seed(0)
     settings = MODELS[name]
     config = ViTConfig(
@@ -61,6 +64,8 @@ def build_model(name: str) -> nn.Module:
 
 
 def plain(model: nn.Module) -> Step:
+    """What a step without privacy does."""
+
     def step(images: Tensor, labels: Tensor) -> None:
         F.cross_entropy(model(images).logits, labels).backward()
         model.zero_grad()
@@ -69,6 +74,8 @@ def plain(model: nn.Module) -> Step:
 
 
 def ours(engine_class: type[PerSampleEngine]) -> Callable[[nn.Module], Step]:
+    """The step of one of our engines."""
+
     def build(model: nn.Module) -> Step:
         engine = engine_class(model)
         sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -87,6 +94,7 @@ def ours(engine_class: type[PerSampleEngine]) -> Callable[[nn.Module], Step]:
 
 
 def opacus_optimizer(kind: type, model: nn.Module) -> torch.optim.Optimizer:
+    """Opacus' optimizer without noise, of which only the clipping is used."""
     return kind(
         torch.optim.SGD(model.parameters(), lr=0.0),
         noise_multiplier=0.0,
@@ -96,6 +104,7 @@ def opacus_optimizer(kind: type, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def opacus_hooks(model: nn.Module) -> Step:
+    """The step of a user of `GradSampleModule` and `DPOptimizer`."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
@@ -111,6 +120,7 @@ def opacus_hooks(model: nn.Module) -> Step:
 
 
 def opacus_ghost(model: nn.Module) -> Step:
+    """The step of a user of Opacus' fast gradient clipping."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers.optimizer_fast_gradient_clipping import (
         DPOptimizerFastGradientClipping,
@@ -140,6 +150,7 @@ ENGINES: dict[str, Callable[[nn.Module], Step]] = {
 
 
 def random_batch(name: str, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images without meaning."""
     side = MODELS[name]["image_size"]
     images = torch.randn(size, 3, side, side, generator=torch.Generator().manual_seed(0))
     return images.to(device), torch.arange(size, device=device) % NUM_CLASSES
@@ -152,16 +163,17 @@ def measure_times(
     model = build_model(name).to(device)
     steps = {engine: ENGINES[engine](copy.deepcopy(model)) for engine in engines}
     batch = random_batch(name, size, device)
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     times: dict[str, list[float]] = {engine: [] for engine in engines}
     for repeat in range(repeats + 1):  # the first round warms up
         for engine, step in steps.items():
             gc.collect()
-            start = time.perf_counter()
+            start = clock()
             step(*batch)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if repeat:
-                times[engine].append(time.perf_counter() - start)
+                times[engine].append(clock() - start)
     return {engine: statistics.median(values) for engine, values in times.items()}
 
 
@@ -176,8 +188,7 @@ def resident_bytes(key: str) -> int:
 def measure_memory(name: str, engine: str, size: int, device: torch.device) -> int:
     """Peak bytes of a step beyond what is held between steps."""
     step = ENGINES[engine](build_model(name).to(device))
-    small = random_batch(name, 1, device)
-    step(*small)  # libraries load and sums are allocated
+    step(*random_batch(name, 1, device))  # libraries load and sums are allocated
     batch = random_batch(name, size, device)
     gc.collect()
     if device.type == "cuda":
@@ -192,6 +203,7 @@ def measure_memory(name: str, engine: str, size: int, device: torch.device) -> i
 
 
 def measure_memory_apart(name: str, engine: str, size: int, device: str) -> int:
+    """``measure_memory`` in a process of its own."""
     command = [sys.executable, __file__, "--model", name, "--batch-size", str(size)]
     command += ["--device", device, "--memory-of", engine]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -200,32 +212,30 @@ def measure_memory_apart(name: str, engine: str, size: int, device: str) -> int:
 
 
 def table(arguments: argparse.Namespace, size: int) -> list[str]:
+    """Rows of Markdown for one physical batch."""
     device = torch.device(arguments.device)
-    engines = arguments.engines
-    times = measure_times(arguments.model, engines, size, arguments.repeats, device)
-    smaller = max(1, size // 2)
+    times = measure_times(arguments.model, arguments.engines, size, arguments.repeats, device)
+    memory = {
+        engine: measure_memory_apart(arguments.model, engine, size, arguments.device)
+        for engine in arguments.engines
+    }
     rows = [
         f"### {arguments.model}, physical batch {size}",
         "",
         "| engine | s / step | time / plain | peak MB | memory / plain | batch in 8 GB |",
         "|---|---|---|---|---|---|",
     ]
-    memory: dict[str, int] = {}
-    for engine in engines:
-        memory[engine], less = (
-            measure_memory_apart(arguments.model, engine, n, arguments.device)
-            for n in (size, smaller)
-        )
-        slope = (memory[engine] - less) / (size - smaller) if size > smaller else memory[engine]
-        largest = int((8e9 - memory[engine]) / slope) + size
-        rows.append(
-            f"| {engine} | {times[engine]:.4f} | {times[engine] / times['plain']:.2f} "
-            f"| {memory[engine] / 1e6:.0f} | {memory[engine] / memory['plain']:.2f} | {largest} |"
-        )
+    rows += [
+        f"| {engine} | {times[engine]:.4f} | {times[engine] / times['plain']:.2f} "
+        f"| {memory[engine] / 1e6:.0f} | {memory[engine] / memory['plain']:.2f} "
+        f"| {int(8e9 / memory[engine] * size)} |"
+        for engine in arguments.engines
+    ]
     return [*rows, ""]
 
 
 def hardware(device: str) -> str:
+    """What the numbers hold for."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     model = next(
@@ -237,6 +247,7 @@ def hardware(device: str) -> str:
 
 
 def main() -> None:
+    """Read the command line and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="vit-ti-32")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[32])

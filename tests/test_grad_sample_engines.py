@@ -253,6 +253,27 @@ def test_a_parameter_read_where_nobody_looks_is_refused_by_name(engine_class: En
         engine.per_sample_norms()
 
 
+class Opaque:
+    """An output in which nobody can look for tensors."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+def test_ghost_refuses_an_output_that_it_cannot_copy() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, images: Tensor) -> Opaque:
+            return Opaque(self.layer(images.mean((1, 2))))
+
+    engine = GhostGradSampleModule(Wrapped())
+    with pytest.raises(RuntimeError, match="past the copies"):
+        backward(engine, *random_batch(3))
+
+
 @intercepting
 def test_multihead_attention_is_refused_by_name(engine_class: Engine) -> None:
     class Attends(nn.Module):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_dpmuon.grad_sample.contributions import Contribution, combine
-from hf_dpmuon.grad_sample.engine import PerSampleEngine
+from hf_dpmuon.grad_sample.engine import PerSampleEngine, any_zero
 from hf_dpmuon.grad_sample.interception import ParameterInterception
 
 __all__ = ["BookKeepingGradSampleModule", "GhostGradSampleModule"]
@@ -40,7 +40,7 @@ class _InterceptingEngine(PerSampleEngine):
             to_units=self._sum_rows,
             unit_tokens=self._unit_tokens,
         )
-        self._recomputing: nn.Module | None = None
+        self._recomputing: list[nn.Module] = []  # the module that activation checkpointing called
         self._armed = False
         self._passes_taken = 0
         super().__init__(model, passes=passes)
@@ -84,13 +84,13 @@ class _InterceptingEngine(PerSampleEngine):
 
     def _enter_recomputation(self, module: nn.Module, _args: Any) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
-        if self._armed and in_backward and self._recomputing is None:
-            self._recomputing = module
+        if self._armed and in_backward and not self._recomputing:
+            self._recomputing.append(module)
             self._interception.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_recomputation(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._recomputing is module:
-            self._recomputing = None
+        if self._recomputing and self._recomputing[0] is module:
+            self._recomputing.clear()
             self._interception.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,19 +109,28 @@ class _InterceptingEngine(PerSampleEngine):
             output = self._module(*args, **kwargs)
         return self._watch_output(output)
 
+    @abstractmethod
     def _watch_output(self, output: Any) -> Any:
-        return output
+        """Count a pass when its output is used; return what the loss is to be computed from."""
+
+    def set_units(self, unit_of_row: Tensor | None, num_units: int) -> None:
+        super().set_units(unit_of_row, num_units)
+        if unit_of_row is not None:
+            counts = torch.bincount(unit_of_row, minlength=num_units)
+            order = unit_of_row.argsort(stable=True)
+            first = counts.cumsum(0) - counts
+            self._max_rows = int(counts.max())
+            self._place_of_row = torch.empty_like(order)  # among the rows of its unit
+            self._place_of_row[order] = (
+                torch.arange(len(order), device=order.device) - first[unit_of_row[order]]
+            )
 
     def _unit_tokens(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) to (U, T', D): tokens of a unit in one row, filled up with zeros."""
         if self._unit_of_row is None:
             return x_BTD
-        counts = torch.bincount(self._unit_of_row, minlength=self._num_units)
-        order = self._unit_of_row.argsort(stable=True)
-        unit = self._unit_of_row[order]
-        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[unit]
-        laid_out = x_BTD.new_zeros(self._num_units, int(counts.max()), *x_BTD.shape[1:])
-        laid_out[unit, place] = x_BTD[order]
+        laid_out = x_BTD.new_zeros(self._num_units, self._max_rows, *x_BTD.shape[1:])
+        laid_out[self._unit_of_row, self._place_of_row] = x_BTD
         return laid_out.flatten(1, 2)
 
     def _check_complete(self) -> None:
@@ -196,10 +205,11 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
         self._check_complete()
+        mask_zeros = any_zero(weights)
         for name, p in self._trainable.items():
             gradient = self._combined(p)
             if gradient is not None:
-                gradient.add_weighted_sum(weights[name], into=into[name])
+                gradient.add_weighted_sum(weights[name], into=into[name], mask_zeros=mask_zeros)
 
     def discard(self) -> None:  # noqa: D102
         self._uses.clear()
@@ -228,6 +238,8 @@ class GhostGradSampleModule(_InterceptingEngine):
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._uses: dict[nn.Parameter, list[Contribution]] = {}
         self._sums: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
+        self._mask_zeros = True
+        self._going_back = False
         super().__init__(model, passes=passes)
 
     def _watch_output(self, output: Any) -> Any:
@@ -243,9 +255,14 @@ class GhostGradSampleModule(_InterceptingEngine):
         return tree_map(copy, output)
 
     def _receive(self, parameter: nn.Parameter, use: Contribution) -> None:
+        if not self._going_back:
+            raise RuntimeError(
+                "the loss reached the model past the copies of its outputs; return a tensor, or "
+                "tensors in a tuple, a dict or a ModelOutput, or use another grad_sample_mode."
+            )
         if self._sums is not None:
             weights, into = self._sums[parameter]
-            use.add_weighted_sum(weights, into=into)
+            use.add_weighted_sum(weights, into=into, mask_zeros=self._mask_zeros)
         elif parameter in self._reused:
             self._uses.setdefault(parameter, []).append(use)
         elif parameter in self._norms:
@@ -256,10 +273,14 @@ class GhostGradSampleModule(_InterceptingEngine):
     def _backward(self) -> None:
         self._check_complete()
         outputs = [(x, used.grad) for x, used in self._outputs if used.grad is not None]
-        if outputs:
-            torch.autograd.backward(
-                [x for x, _ in outputs], [gradient for _, gradient in outputs], retain_graph=True
-            )
+        self._going_back = True
+        try:
+            if outputs:
+                torch.autograd.backward(
+                    [x for x, _ in outputs], [g for _, g in outputs], retain_graph=True
+                )
+        finally:
+            self._going_back = False
         self._check_complete()
 
     def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
@@ -276,6 +297,7 @@ class GhostGradSampleModule(_InterceptingEngine):
     def add_weighted_sum(  # noqa: D102
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
+        self._mask_zeros = any_zero(weights)
         self._sums = {
             p: (weights[name], into[name]) for name, p in self._trainable.items() if name in weights
         }

@@ -38,8 +38,8 @@ class Contribution(Protocol):
     def norms(self) -> Tensor:
         """(U,), at least float32."""
 
-    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:
-        """Add the gradients under weights (U,); a weight of 0 adds exactly nothing."""
+    def add_weighted_sum(self, weights: Tensor, *, into: Tensor, mask_zeros: bool) -> None:
+        """Add the gradients under weights (U,); if masked, a weight of 0 adds exactly nothing."""
 
     def gradients(self) -> Tensor:
         """(U, *shape), at least float32."""
@@ -58,8 +58,10 @@ class UnitGradients:
     def norms(self) -> Tensor:  # noqa: D102
         return _row_norms(self.values_U)
 
-    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:  # noqa: D102
-        add_weighted(self.values_U, weights, into=into)
+    def add_weighted_sum(  # noqa: D102
+        self, weights: Tensor, *, into: Tensor, mask_zeros: bool
+    ) -> None:
+        add_weighted(self.values_U, weights, into=into, mask_zeros=mask_zeros)
 
     def gradients(self) -> Tensor:  # noqa: D102
         return self.values_U
@@ -86,10 +88,12 @@ class OuterProducts:
         gram_UTT = torch.bmm(a_UTD, a_UTD.mT).mul_(torch.bmm(g_UTP, g_UTP.mT))
         return gram_UTT.sum((1, 2)).clamp(min=0).sqrt()
 
-    def add_weighted_sum(self, weights: Tensor, *, into: Tensor) -> None:  # noqa: D102
+    def add_weighted_sum(  # noqa: D102
+        self, weights: Tensor, *, into: Tensor, mask_zeros: bool
+    ) -> None:
         a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
         w_U11 = weights.to(g_UTP.dtype)[:, None, None]
-        if not bool(weights.all()):
+        if mask_zeros:
             a_UTD = torch.where(w_U11 != 0, a_UTD, 0.0)
             g_UTP = torch.where(w_U11 != 0, g_UTP, 0.0)
         if a_UTD.shape[-1] < g_UTP.shape[-1]:

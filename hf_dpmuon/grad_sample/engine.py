@@ -98,15 +98,21 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor) -> None:
-    """Add ``sum_u weights[u] samples[u]`` to ``into``; where a weight is 0, exactly nothing.
+def any_zero(weights: Mapping[str, Tensor]) -> bool:
+    """Whether some weight is 0; asked once for all parameters, since the answer must be awaited."""
+    return not bool(torch.stack(list(weights.values())).all())
+
+
+def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor, mask_zeros: bool) -> None:
+    """Add ``sum_u weights[u] samples[u]`` to ``into``.
 
     Args:
         samples: (U, *shape).
         weights: (U,).
         into: (*shape), contiguous.
+        mask_zeros: Where a weight is 0, add exactly nothing.
     """
     flat = samples.reshape(len(samples), -1)  # (U, P)
-    if not bool(weights.all()):
+    if mask_zeros:
         flat = torch.where(weights[:, None] != 0, flat, 0.0)
     into.view(1, -1).addmm_(weights[None].to(into.dtype), flat.to(into.dtype))

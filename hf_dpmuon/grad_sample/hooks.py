@@ -19,7 +19,7 @@ from opacus.grad_sample import register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
-from hf_dpmuon.grad_sample.engine import PerSampleEngine, add_weighted, at_least_float32
+from hf_dpmuon.grad_sample.engine import PerSampleEngine, add_weighted, any_zero, at_least_float32
 
 __all__ = ["HooksGradSampleModule"]
 
@@ -156,8 +156,9 @@ class HooksGradSampleModule(PerSampleEngine):
     def add_weighted_sum(  # noqa: D102
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
+        mask_zeros = any_zero(weights)
         for name, gradient in self._taken():
-            add_weighted(gradient, weights[name], into=into[name])
+            add_weighted(gradient, weights[name], into=into[name], mask_zeros=mask_zeros)
 
     def discard(self) -> None:  # noqa: D102
         self.set_units(None, 0)
