@@ -71,14 +71,18 @@ def float32_newton_schulz(
 class TorchMuon:
     """``torch.optim.Muon`` on matrices and ``torch.optim.SGD`` on the rest."""
 
-    def __init__(self, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) -> None:
+    def __init__(
+        self, matrices: list[nn.Parameter], vectors: list[nn.Parameter], *, float32: bool
+    ) -> None:
+        self.float32 = float32
         self.muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.0)
         self.sgd = torch.optim.SGD(vectors, lr=1e-3, momentum=0.9)
 
     def step(self) -> None:
         """Move everything once."""
         own = _muon._zeropower_via_newtonschulz
-        _muon._zeropower_via_newtonschulz = float32_newton_schulz
+        if self.float32:
+            _muon._zeropower_via_newtonschulz = float32_newton_schulz
         self.muon.step()  # type: ignore[no-untyped-call]
         _muon._zeropower_via_newtonschulz = own
         self.sgd.step()
@@ -94,12 +98,14 @@ def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) 
     builders: dict[str, Callable[[], Step]] = {
         "torch SGD": lambda: torch.optim.SGD(everything, lr=1e-3, momentum=0.9).step,
         "torch AdamW": lambda: torch.optim.AdamW(everything, lr=1e-3).step,
-        "torch Muon float32": lambda: TorchMuon(matrices, vectors).step,
+        "torch Muon float32": lambda: TorchMuon(matrices, vectors, float32=True).step,
+        "torch Muon": lambda: TorchMuon(matrices, vectors, float32=False).step,
         "DPSGD": lambda: DPSGD(everything).step,
         "DPAdam": lambda: DPAdam(everything).step,
         "DPAdam corrected": lambda: DPAdam(everything, noise=NOISE).step,
         "DPMuon": lambda: DPMuon(spectral).step,
         "DPMuon you": lambda: DPMuon(spectral, ns_coefficients="you").step,
+        "DPMuon bfloat16": lambda: DPMuon(spectral, ns_dtype=torch.bfloat16).step,
         "DPMuonS": lambda: DPMuonS(spectral).step,
         "DPMuon selective": lambda: DPMuon(spectral, spectral_map="selective", noise=NOISE).step,
         "DPMuon known_noise_polar": lambda: (
@@ -111,8 +117,8 @@ def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) 
 
 SLOW = {"DPMuon selective", "DPMuon known_noise_polar"}
 METHODS = [
-    "torch SGD", "torch AdamW", "torch Muon float32", "DPSGD", "DPAdam", "DPAdam corrected",
-    "DPMuon", "DPMuon you", "DPMuonS", "DPMuon selective", "DPMuon known_noise_polar",
+    "torch SGD", "torch AdamW", "torch Muon float32", "torch Muon", "DPSGD", "DPAdam", "DPAdam corrected",
+    "DPMuon", "DPMuon you", "DPMuon bfloat16", "DPMuonS", "DPMuon selective", "DPMuon known_noise_polar",
 ]  # fmt: skip
 
 
@@ -124,13 +130,13 @@ def parameters(shapes: list[tuple[int, ...]], device: str) -> list[nn.Parameter]
     return made
 
 
-def timed(step: Step, device: str) -> float:
+def timed(step: Step, clock: Callable[[], float], device: str) -> float:
     """Seconds of one step."""
-    start = time.perf_counter()
+    start = clock()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def peak_bytes(step: Step, device: str) -> int:
@@ -164,6 +170,8 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(args.threads)
+    # One thread's own time does not count what other processes take of a shared core.
+    clock = time.thread_time if device == "cpu" and args.threads == 1 else time.perf_counter
     shapes = MODELS[args.model]
     names = [name for name in METHODS if args.slow or name not in SLOW]
     if args.only:
@@ -187,11 +195,12 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
-            times[name].append(timed(steps[name], device))
+            times[name].append(timed(steps[name], clock, device))
     medians = {name: statistics.median(times[name]) for name in names}
     reference = medians["torch Muon float32"]
     print(
-        f"{args.model}: {count / 1e6:.1f} M parameters, {device}, {args.threads} threads, "
+        f"{args.model}: {count / 1e6:.1f} M parameters, {device}, {args.threads} threads "
+        f"({clock.__name__}), "
         f"median of {args.rounds}, torch {torch.__version__}"
     )
     print(f"{'method':26}{'ms/step':>9}{'fastest':>9}{'/ Muon':>8}{'state':>7}{'peak MiB':>10}")

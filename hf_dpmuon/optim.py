@@ -10,8 +10,9 @@ Each method is a pure ``*_update`` function on lists of tensors; the classes hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ __all__ = [
     "create_optimizer",
     "routing_table",
 ]
+
+CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack of matrices: a core's cache
 
 # Factors on the learning rate of an m x n matrix. The paper's is `original` with a cap, which its
 # summary states ("rectangular scaling"); the others are those of torch.optim.Muon.
@@ -156,33 +159,22 @@ def average_update(
     return list(torch._foreach_lerp(gradients, buffers, momentum)) if nesterov else buffers
 
 
-def map_matrices(matrices: Sequence[Tensor], mapping: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Map many matrices, all of one shape (or its transpose) in one stacked call.
-
-    Args:
-        matrices: Each of two dimensions.
-        mapping: From a stack (k, m, n), m <= n, to a new one; commutes with transposition.
-
-    Returns:
-        New tensors of the shapes of ``matrices``.
-    """
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        rows, columns = matrix.shape
-        by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
-    result = list(matrices)
-    for (short, _), indices in by_shape.items():
-        wide = [matrices[i] if matrices[i].shape[0] == short else matrices[i].mT for i in indices]
-        for i, image in zip(indices, mapping(torch.stack(wide)), strict=True):
-            result[i] = image if matrices[i].shape[0] == short else image.mT
-    return result
+def heavy_ball_update(
+    gradients: list[Tensor], buffers: list[Tensor], *, momentum: float
+) -> list[Tensor]:
+    """M <- beta M + g in place; return the buffers: to be read, not written."""
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, gradients)
+    return buffers
 
 
 def muon_update(
     parameters: list[Tensor],
-    momenta: list[Tensor],
-    mapping: Callable[[Tensor], Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
     *,
+    momentum: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+    direction: Callable[[Tensor], Tensor],
     lr: float,
     weight_decay: float,
     adjust_lr: str,
@@ -190,22 +182,45 @@ def muon_update(
 ) -> None:
     """Step of every matrix along its mapped momentum: W <- (1 - lr wd) W - lr factor map(M).
 
+    Matrices of one shape go through ``direction`` as one stack, which on a CPU is cut into pieces
+    of a core's cache.
+
     Args:
         parameters: Of two or more dimensions; each is the matrix of its first by all others.
-        momenta: Of the same shapes; not written to.
-        mapping: See ``map_matrices``.
+        gradients: Of the same shapes; read only.
+        buffers: Momentum buffers of the same shapes.
+        momentum: Updates the buffers in place from the gradients; returns what is mapped.
+        direction: From a stack (k, m, n) to a new one.
         lr: Learning rate.
         weight_decay: Decoupled.
         adjust_lr: A key of ``ADJUST_LR``.
         blocks: Number of matrices that each parameter stacks along its first dimension.
     """
-    matrices = [block for M in momenta for block in M.reshape(len(M), -1).chunk(blocks)]
-    targets = [block for p in parameters for block in p.view(len(p), -1).chunk(blocks)]
-    directions = map_matrices(matrices, mapping)
-    factor = ADJUST_LR[adjust_lr]
-    torch._foreach_mul_(directions, [-lr * factor(*matrix.shape) for matrix in matrices])
-    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-    torch._foreach_add_(targets, directions)
+    if weight_decay:
+        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    targets, M = _matrices(parameters, blocks), _matrices(buffers, blocks)
+    G = _matrices([gradient.contiguous() for gradient in gradients], blocks)
+    for part in _same_shape(targets):
+        momenta = momentum([G[i] for i in part], [M[i] for i in part])
+        images = direction(torch.stack(momenta) if len(part) > 1 else momenta[0][None])
+        images.mul_(-lr * ADJUST_LR[adjust_lr](*images.shape[1:]))
+        torch._foreach_add_([targets[i] for i in part], list(images))
+
+
+def _matrices(tensors: list[Tensor], blocks: int) -> list[Tensor]:
+    """Views of the matrices in each tensor: its first dimension, cut in blocks, by all others."""
+    return [block for t in tensors for block in t.view(len(t), -1).chunk(blocks)]
+
+
+def _same_shape(matrices: list[Tensor]) -> Iterator[list[int]]:
+    """Indices of matrices to stack: all of one shape, or fewer on a CPU."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(index)
+    for shape, indices in by_shape.items():
+        size = len(indices) if matrices[0].is_cuda else max(1, CACHE_ENTRIES // shape.numel())
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]
 
 
 # ---- Optimizers ----
@@ -472,18 +487,14 @@ class DPMuon(_MatrixOptimizer):
             super()._step_group(group, parameters, gradients)
             return
         beta, nesterov = group["momentum"], group["nesterov"]
-        momenta = average_update(
-            gradients,
-            self._buffers(parameters, "momentum_buffer"),
-            momentum=beta,
-            nesterov=nesterov,
-        )
         noise_std = self._noise_std(lookahead(beta) if nesterov else ema(beta), group["steps"])
         muon_update(
             parameters,
-            momenta,
-            lambda stack: spectral_map(
-                stack,
+            gradients,
+            self._buffers(parameters, "momentum_buffer"),
+            momentum=partial(average_update, momentum=beta, nesterov=nesterov),
+            direction=partial(
+                spectral_map,
                 name=group["spectral_map"],
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
@@ -545,18 +556,17 @@ class DPMuonS(_MatrixOptimizer):
         if group["rule"] == "sgd":
             super()._step_group(group, parameters, gradients)
             return
-        buffers = self._buffers(parameters, "momentum_buffer")
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, gradients)
-        noise_std = self._noise_std(heavy_ball(group["momentum"]), group["steps"])
+        beta = group["momentum"]
         muon_update(
             parameters,
-            buffers,
-            lambda stack: scaled_polar(
-                stack,
+            gradients,
+            self._buffers(parameters, "momentum_buffer"),
+            momentum=partial(heavy_ball_update, momentum=beta),
+            direction=partial(
+                scaled_polar,
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
-                noise_std=noise_std,
+                noise_std=self._noise_std(heavy_ball(beta), group["steps"]),
                 dtype=self.ns_dtype,
             ),
             lr=group["lr"],

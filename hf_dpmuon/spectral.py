@@ -98,11 +98,10 @@ COEFFICIENTS = {
     ),
 }
 
-WIDE = 2.0  # n/m from which iterating on the m x m Gram matrix costs less than on the matrix
+MIN_ASPECT = 2.0  # from which iterating on the Gram matrix costs less than on the matrix
 # Rounding of the Gram matrix grows with the square of the map's slope at 0: below this slope it
 # stays under 1e6 * 6e-8 of the largest eigenvalue in float32.
 MAX_GRAM_SLOPE = 1e3
-CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack that are mapped together: a core's cache
 SPLIT_ROWS = 512  # on a CPU, rows from which a quarter of a symmetric product is worth skipping
 
 
@@ -138,35 +137,25 @@ def newton_schulz(
         raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
     table = COEFFICIENTS[coefficients]
     triples = table.triples(steps)
-    tall = matrix.shape[-2] > matrix.shape[-1]
-    wide = matrix.mT if tall else matrix
-    stack = wide.flatten(0, -3) if wide.ndim > 2 else wide[None]
-    result = torch.empty(stack.shape, dtype=matrix.dtype, device=matrix.device)
-    for X, image in zip(_in_cache(stack), _in_cache(result), strict=True):
-        norm = torch.linalg.matrix_norm(X.float(), keepdim=True)
-        X = X / (table.safety * norm).clamp(min=TINY)
-        image.copy_(_iterate(X.to(dtype), triples))
-    result = result.view(wide.shape)
-    return result.mT if tall else result
-
-
-def _in_cache(stack: Tensor) -> tuple[Tensor, ...]:
-    """Views of a stack (k, m, n) that are worked on one after another: all of it but on a CPU."""
-    entries = stack.shape[-2] * stack.shape[-1]
-    count = len(stack) if stack.is_cuda else CACHE_ENTRIES // max(1, entries)
-    return torch.split(stack, max(1, count))
+    stack = matrix.flatten(0, -3) if matrix.ndim > 2 else matrix[None]
+    norm = torch.linalg.matrix_norm(stack.float(), keepdim=True)
+    X = stack / (table.safety * norm).clamp(min=TINY)
+    return _iterate(X.to(dtype), triples).to(matrix.dtype).view(matrix.shape)
 
 
 def _iterate(stack: Tensor, triples: list[Triple]) -> Tensor:
-    """Apply the quintic steps to matrices X, a stack (k, m, n), m <= n, of norms at most 1.
+    """Apply the quintic steps to matrices X, a stack (k, m, n), of norms at most 1.
 
-    Every step multiplies X by P = a I + b R + c R^2 on the left, R = X X^T. Applied at once, that
-    is the textbook iteration. Where X is wide the factors are multiplied up in Q instead, with R
-    following as R <- P R P, so that only small matrices are touched (Gram form, Dao-AILab 2025).
+    Every step multiplies X by P = a I + b R + c R^2 on its short side, where R is its Gram matrix
+    there. Applied at once, that is the textbook iteration. Where X is far from square the factors
+    are multiplied up in Q instead, with R following as R <- P R P, so that only small matrices are
+    touched (Gram form, Dao-AILab 2025).
     """
     X = stack
-    gram = X.shape[-1] >= WIDE * X.shape[-2] and X.dtype is torch.float32
-    R = _symmetric_product(X, X.mT)
+    tall = X.shape[-2] > X.shape[-1]
+    aspect = max(X.shape[-2:]) / max(1, min(X.shape[-2:]))
+    gram_form = aspect >= MIN_ASPECT and X.dtype is torch.float32
+    R = _gram(X)
     Q: Tensor | None = None
     slope = 1.0
     for step, (a, b, c) in enumerate(triples, start=1):
@@ -174,13 +163,20 @@ def _iterate(stack: Tensor, triples: list[Triple]) -> Tensor:
         P.diagonal(dim1=-2, dim2=-1).add_(a)
         Q = P if Q is None else _symmetric_product(Q, P)
         slope *= a
-        if gram and step < len(triples) and slope <= MAX_GRAM_SLOPE:
+        if gram_form and step < len(triples) and slope <= MAX_GRAM_SLOPE:
             R = _symmetric_product(_symmetric_product(R, P), P)
             continue
-        X, Q, slope = Q @ X, None, 1.0
+        X, Q, slope = X @ Q if tall else Q @ X, None, 1.0
         if step < len(triples):
-            R = _symmetric_product(X, X.mT)
+            R = _gram(X)
     return X
+
+
+def _gram(stack: Tensor) -> Tensor:
+    """X X^T, or X^T X where that is the smaller one."""
+    if stack.shape[-2] > stack.shape[-1]:
+        return _symmetric_product(stack.mT, stack)
+    return _symmetric_product(stack, stack.mT)
 
 
 def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
@@ -236,20 +232,17 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
     _check_matrix(matrix)
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be >= 1.")
-    wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
-    stack = wide.flatten(0, -3) if wide.ndim > 2 else wide[None]
-    values = []
-    for part in _in_cache(stack):
-        norm = torch.linalg.matrix_norm(part.float(), keepdim=True)
-        X = part.float() / norm.clamp(min=TINY)
-        R = X @ X.mT
-        longest = R.diagonal(dim1=-2, dim2=-1).argmax(dim=-1)[:, None, None]
-        u = torch.take_along_dim(R, longest, dim=-1)  # (k, m, 1)
-        for _ in range(iterations):
-            u = R @ torch.nn.functional.normalize(u, dim=-2, eps=TINY)
-        u = torch.nn.functional.normalize(u, dim=-2, eps=TINY)
-        values.append(norm * torch.linalg.vector_norm(X.mT @ u, dim=-2, keepdim=True))
-    return torch.cat(values).view(*matrix.shape[:-2], 1, 1)
+    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True)
+    X = matrix.float() / norm.clamp(min=TINY)
+    X = X.mT if X.shape[-2] > X.shape[-1] else X
+    R = X @ X.mT
+    longest = R.diagonal(dim1=-2, dim2=-1).argmax(dim=-1)[..., None, None]
+    u = torch.take_along_dim(R, longest, dim=-1)  # (..., m, 1)
+    for _ in range(iterations):
+        u = R @ torch.nn.functional.normalize(u, dim=-2, eps=TINY)
+    u = torch.nn.functional.normalize(u, dim=-2, eps=TINY)
+    value: Tensor = norm * torch.linalg.vector_norm(X.mT @ u, dim=-2, keepdim=True)
+    return value
 
 
 # ---- Facts on noise of a known level ----
