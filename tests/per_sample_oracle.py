@@ -1,10 +1,14 @@
 """The oracle of every per-sample engine: a loop of backward passes over batches of one sample."""
 
+import math
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hf_dpmuon.grad_sample import contributions
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,6 +60,12 @@ def weighted_sum(engine: nn.Module, weights: Tensor) -> dict[str, Tensor]:
     into = {name: torch.zeros_like(p, dtype=weights.dtype) for name, p in parameters.items()}
     engine.add_weighted_sum(dict.fromkeys(parameters, weights), into=into)
     return into
+
+
+def force_form(patch: pytest.MonkeyPatch, *, pairs: bool) -> None:
+    """Make engines hold weights' gradients as pairs and use Gram matrices always, or never."""
+    patch.setattr(contributions, "GRADIENT_ALLOWANCE", 0.0 if pairs else math.inf)
+    patch.setattr(contributions, "GRAM_ALLOWANCE", math.inf if pairs else 0.0)
 
 
 def row_norms(rows: Tensor) -> Tensor:

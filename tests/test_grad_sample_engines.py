@@ -10,6 +10,7 @@ from conftest import tiny_dinov2, tiny_timm_vit, tiny_vit
 from per_sample_oracle import (
     assert_matches,
     backward,
+    force_form,
     gradient_of,
     logits_of,
     loop_of_one,
@@ -25,7 +26,6 @@ from hf_dpmuon.grad_sample import (
     GhostGradSampleModule,
     HooksGradSampleModule,
     PerSampleEngine,
-    contributions,
 )
 
 Engine = type[PerSampleEngine]
@@ -34,10 +34,10 @@ all_engines = pytest.mark.parametrize("engine_class", [HooksGradSampleModule, *I
 intercepting = pytest.mark.parametrize("engine_class", INTERCEPTING)
 
 
-@pytest.fixture(params=[0.0, float("inf")], ids=["pairs", "gradients"])
+@pytest.fixture(params=[True, False], ids=["pairs", "gradients"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hold every weight's gradient as a pair of tensors, or itself."""
-    monkeypatch.setattr(contributions, "GRADIENT_ALLOWANCE", request.param)
+    """Every weight's gradient is held, and its norm taken, as a pair of tensors, or as itself."""
+    force_form(monkeypatch, pairs=request.param)
 
 
 # Units and passes

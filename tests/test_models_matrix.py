@@ -5,14 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 from model_zoo import FAMILIES, Family, build, documentation, freeze_unread
-from per_sample_oracle import assert_matches, backward, logits_of, loop_of_one, random_batch
+from per_sample_oracle import (
+    assert_matches,
+    backward,
+    force_form,
+    logits_of,
+    loop_of_one,
+    random_batch,
+)
 
 from hf_dpmuon.grad_sample import (
     BookKeepingGradSampleModule,
     GhostGradSampleModule,
     HooksGradSampleModule,
     PerSampleEngine,
-    contributions,
 )
 
 INTERCEPTING = [BookKeepingGradSampleModule, GhostGradSampleModule]
@@ -43,8 +49,8 @@ def test_equals_batches_of_one(
         engine.discard()
         engine.remove_hooks()
 
-    for allowance in (0.0, float("inf")):
-        monkeypatch.setattr(contributions, "GRADIENT_ALLOWANCE", allowance)
+    for pairs in (True, False):
+        force_form(monkeypatch, pairs=pairs)
         for engine_class in INTERCEPTING:
             check(engine_class)
     if family.hooks:

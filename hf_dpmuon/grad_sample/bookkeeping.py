@@ -169,7 +169,7 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
         super().__init__(model, passes=passes)
 
     def _receive(self, parameter: nn.Parameter, use: Contribution) -> None:
-        self._uses.setdefault(parameter, []).append(use)
+        self._uses.setdefault(parameter, []).append(use.held())
 
     def _watch_output(self, output: Any) -> Any:
         started = False
@@ -189,7 +189,7 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
         if not uses:
             return None
         if len(uses) > 1:
-            uses[:] = [combine(uses)]
+            uses[:] = [combine(uses).held()]
         return uses[0]
 
     def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102

@@ -25,10 +25,14 @@ from torch import Tensor
 
 from hf_dpmuon.grad_sample.engine import add_weighted, at_least_float32
 
-__all__ = ["Contribution", "OuterProducts", "UnitGradients", "combine", "outer_products"]
+__all__ = ["Contribution", "OuterProducts", "UnitGradients", "combine"]
 
-# A gradient held per unit may take this many times the memory of the pair that gives it, since it
-# is faster: no Gram matrices, and later a sum over units in place of a product over all tokens.
+# Norms come from Gram matrices where these take at most this many times the multiplications of the
+# gradients themselves: T^2 (D + P) against T D P.
+GRAM_ALLOWANCE = 1.0
+
+# Gradients are held where they take at most this many times the memory of the pair that gives them,
+# D P against T (D + P): their sum is cheaper, an addition over units and not a product over tokens.
 GRADIENT_ALLOWANCE = 1.6
 
 
@@ -43,6 +47,9 @@ class Contribution(Protocol):
 
     def gradients(self) -> Tensor:
         """(U, *shape), at least float32."""
+
+    def held(self) -> Contribution:
+        """The same in the form in which to wait for the weights."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,9 @@ class UnitGradients:
     def gradients(self) -> Tensor:  # noqa: D102
         return self.values_U
 
+    def held(self) -> Contribution:  # noqa: D102
+        return self
+
 
 @dataclass(frozen=True)
 class OuterProducts:
@@ -83,8 +93,10 @@ class OuterProducts:
 
     def norms(self) -> Tensor:  # noqa: D102
         a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
-        if a_UTD.shape[1] == 1:
+        if self._num_tokens == 1:
             return _row_norms(a_UTD) * _row_norms(g_UTP)
+        if self._pair_size > GRAM_ALLOWANCE * self.shape.numel():
+            return _row_norms(self.gradients())
         gram_UTT = torch.bmm(a_UTD, a_UTD.mT).mul_(torch.bmm(g_UTP, g_UTP.mT))
         return gram_UTT.sum((1, 2)).clamp(min=0).sqrt()
 
@@ -108,23 +120,24 @@ class OuterProducts:
         a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
         return torch.bmm(g_UTP.mT, a_UTD).view(len(a_UTD), *self.shape)
 
+    def held(self) -> Contribution:  # noqa: D102
+        if self.shape.numel() > GRADIENT_ALLOWANCE * self._pair_size:
+            return self
+        return UnitGradients(self.gradients())
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.a_UTD.shape[1]
+
+    @property
+    def _pair_size(self) -> int:
+        """Numbers a unit, T (D + P)."""
+        return self._num_tokens * (self.a_UTD.shape[2] + self.g_UTP.shape[2])
+
 
 def _row_norms(x_U: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(x_U.reshape(len(x_U), -1), dim=1)
     return norms
-
-
-def outer_products(a_UTD: Tensor, g_UTP: Tensor, shape: torch.Size) -> Contribution:
-    """Hold a weight's gradients in the cheaper form.
-
-    A pair costs T^2 (D + P) multiplications more than training without privacy, and holds T (D + P)
-    numbers a unit until the weights are known. A gradient holds P D numbers and reads them twice.
-    """
-    pair = OuterProducts(a_UTD, g_UTP, shape)
-    (_, num_tokens, inputs), outputs = a_UTD.shape, g_UTP.shape[-1]
-    if inputs * outputs <= GRADIENT_ALLOWANCE * num_tokens * (inputs + outputs):
-        return UnitGradients(pair.gradients())
-    return pair
 
 
 def combine(uses: Sequence[Contribution]) -> Contribution:
@@ -133,7 +146,7 @@ def combine(uses: Sequence[Contribution]) -> Contribution:
         return uses[0]
     pairs = [use for use in uses if isinstance(use, OuterProducts)]
     if len(pairs) == len(uses):
-        return outer_products(
+        return OuterProducts(
             torch.cat([pair.a_UTD for pair in pairs], 1),
             torch.cat([pair.g_UTP for pair in pairs], 1),
             pairs[0].shape,

@@ -100,7 +100,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def any_zero(weights: Mapping[str, Tensor]) -> bool:
     """Whether some weight is 0; asked once for all parameters, since the answer must be awaited."""
-    return not bool(torch.stack(list(weights.values())).all())
+    return bool(weights) and not bool(torch.stack(list(weights.values())).all())
 
 
 def add_weighted(samples: Tensor, weights: Tensor, *, into: Tensor, mask_zeros: bool) -> None:

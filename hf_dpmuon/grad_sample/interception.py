@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hf_dpmuon.grad_sample.contributions import Contribution, UnitGradients, outer_products
+from hf_dpmuon.grad_sample.contributions import Contribution, OuterProducts, UnitGradients
 from hf_dpmuon.grad_sample.engine import at_least_float32
 
 __all__ = ["ParameterInterception"]
@@ -216,7 +216,7 @@ class ParameterInterception(TorchFunctionMode):
                 self._report(p, UnitGradients(at_least_float32(gradient)))
 
     def _report_outer_products(self, weight: Tensor, a_BTD: Tensor, g_BTP: Tensor) -> None:
-        use = outer_products(self._unit_tokens(a_BTD), self._unit_tokens(g_BTP), weight.shape)
+        use = OuterProducts(self._unit_tokens(a_BTD), self._unit_tokens(g_BTP), weight.shape)
         if isinstance(weight, nn.Parameter):
             self._report(weight, use)
         else:
