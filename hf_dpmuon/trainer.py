@@ -10,14 +10,11 @@ Whatever the base class does afterwards is post-processing.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,110 +30,36 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerState,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
-from hf_dpmuon.accounting import (
-    affordable_steps,
-    calibrate_noise_multiplier,
-    num_steps,
-    steps_per_epoch,
-)
+from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import moved_to
 from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine, verify_per_sample_gradients
-from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
 from hf_dpmuon.optim import KnownNoise, create_optimizer, routing_table
-from hf_dpmuon.sampling import (
-    LogicalBatch,
-    LogicalBatchLoader,
-    PoissonSampler,
-    generator_state,
-    restore_generator,
-    secret_generator,
-)
+from hf_dpmuon.run import PrivacyPlan, PrivateRun, write_json
+from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
 
-__all__ = ["DPTrainer", "PrivacyPlan", "compute_accuracy"]
+__all__ = ["DPTrainer", "compute_accuracy"]
 
 logger = logging.getLogger(__name__)
 
-LEDGER_FILE = "privacy_ledger.jsonl"
-STATE_FILE = "privacy_state.json"
 FILTER_FILE = "gradient_filter.pt"
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
 # As the paper names its methods: DP-SGD, DOPPLER-Muon.
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
-ADJACENCY = "add or remove one"
-
-
-@dataclass(frozen=True)
-class PrivacyPlan:
-    """The run as the accountant sees it, fixed before the first image is read.
-
-    Attributes:
-        num_units: N, the number of privacy units.
-        sample_rate: q = logical_batch_size / N, exact.
-        steps: T, the number of logical steps.
-        delta: Of the guarantee.
-        noise_multiplier: sigma.
-    """
-
-    num_units: int
-    sample_rate: float
-    steps: int
-    delta: float
-    noise_multiplier: float
-
-    @classmethod
-    def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
-        """Derive the plan from the arguments and the number of privacy units.
-
-        Raises:
-            ValueError: If q would exceed 1, or delta is not below 1/N.
-        """
-        sample_rate = args.logical_batch_size / num_units
-        if sample_rate > 1:
-            raise ValueError(
-                f"logical_batch_size={args.logical_batch_size} exceeds the {num_units} training "
-                f"examples; set at most {num_units}."
-            )
-        delta = 1 / (10 * num_units) if args.target_delta is None else args.target_delta
-        if not 0 < delta < 1 / num_units:
-            raise ValueError(
-                f"target_delta={delta} must be below 1/N = {1 / num_units:.3g}, or a guarantee "
-                "could publish one record in full; leave it unset for 1/(10 N)."
-            )
-        steps = (
-            args.max_steps
-            if args.max_steps > 0
-            else num_steps(num_epochs=args.num_train_epochs, sample_rate=sample_rate)
-        )
-        if args.noise_multiplier is not None:
-            sigma = args.noise_multiplier
-        else:
-            assert args.target_epsilon is not None
-            sigma = calibrate_noise_multiplier(
-                target_epsilon=args.target_epsilon,
-                target_delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=args.accountant,
-            )
-        return cls(
-            num_units=num_units,
-            sample_rate=sample_rate,
-            steps=steps,
-            delta=delta,
-            noise_multiplier=sigma,
-        )
 
 
 def compute_accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -197,12 +120,12 @@ class PrivacyProgressCallback(ProgressCallback):
 class BudgetCallback(TrainerCallback):
     """Stops training once no further step is affordable."""
 
-    def __init__(self, remaining: Callable[[], int]) -> None:
-        self.remaining = remaining
+    def __init__(self, may_take: Callable[[int], bool]) -> None:
+        self.may_take = may_take
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Ask the loop to stop if the next step would pass the budget."""
-        if self.remaining() <= 0 and state.global_step < state.max_steps:
+        if state.global_step < state.max_steps and not self.may_take(state.global_step + 1):
             logger.warning("Privacy budget spent after step %d: stopping.", state.global_step)
             control.should_training_stop = True
         return control
@@ -275,16 +198,11 @@ class DPTrainer(Trainer):
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
         validate_model(module)
-        self.plan = PrivacyPlan.from_arguments(args, num_units=len(train_dataset))
+        self.run = PrivateRun(args, num_units=len(train_dataset), privacy_unit="example")
         self.card_facts = dict(card_facts or {})
         self.eval_metrics: dict[str, float] = {}
-        self.ledger: PrivacyLedger | None = None
-        self._noise_generator = secret_generator(args.noise_seed, stream="noise")
-        self._sampling_generator = secret_generator(args.noise_seed, stream="sampling")
         self._mechanism: GaussianMechanism | None = None
         self._batches: LogicalBatchLoader | None = None
-        self._affordable = 0
-        self._resumed = False
         super().__init__(
             model=module,
             args=args,
@@ -302,14 +220,24 @@ class DPTrainer(Trainer):
         if self.optimizer is not None:
             self._check_optimizer(self.optimizer)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(PrivacyProgressCallback(self.epsilon))
-        self.add_callback(BudgetCallback(lambda: self._affordable))
+            self.add_callback(PrivacyProgressCallback(self.run.epsilon))
+        self.add_callback(BudgetCallback(self.run.may_take))
 
     # ---- what the base class's loop asks for ----
 
+    @property
+    def plan(self) -> PrivacyPlan:
+        """What the accountant assumes of this run."""
+        return self.run.plan
+
+    @property
+    def ledger(self) -> PrivacyLedger | None:
+        """The record of all noise draws; None before training, and but in the main process."""
+        return self.run.ledger
+
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger."""
-        return 0.0 if self.ledger is None else self.ledger.epsilon().epsilon
+        return self.run.epsilon()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Logical batches, each a Poisson draw that yields its physical batches when iterated."""
@@ -321,7 +249,7 @@ class DPTrainer(Trainer):
             sampler=PoissonSampler(
                 self.plan.num_units,
                 sample_rate=self.plan.sample_rate,
-                generator=self._sampling_generator,
+                generator=self.run.sampling_generator,
             ),
             physical_batch_size=self.args.per_device_train_batch_size,
             collate_fn=self.data_collator,
@@ -409,7 +337,7 @@ class DPTrainer(Trainer):
             max_grad_norm=self.args.per_sample_max_grad_norm,
             sample_rate=self.plan.sample_rate,
             num_units=self.plan.num_units,
-            generator=self._noise_generator,
+            generator=self.run.noise_generator,
             clipping=self.args.clipping,  # type: ignore[arg-type]
         )
         return engine
@@ -421,7 +349,7 @@ class DPTrainer(Trainer):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         # Only now: whatever refuses to train has refused, and nothing was written.
-        self._open_run()
+        self.run.open()
         return prepared
 
     # ---- the private step ----
@@ -443,12 +371,10 @@ class DPTrainer(Trainer):
             On return each ``p.grad`` is private, no per-sample or raw gradient is left, and the
             draw of noise is on disk in the ledger.
         """
-        mechanism, ledger = self._mechanism, self.ledger
+        mechanism = self._mechanism
         assert mechanism is not None
-        assert ledger is not None
         step = self.state.global_step + 1
-        replay = ledger.recorded(step) if self._resumed else None
-        if self._affordable <= 0 and replay is None:
+        if not self.run.may_take(step):
             raise RuntimeError("the privacy budget is spent; no further step may be taken.")
         model.train()
         mechanism.begin()
@@ -470,12 +396,7 @@ class DPTrainer(Trainer):
                         mechanism.accumulate()
             if self.args.report_nonprivate_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
-        event = mechanism.release(step=step, replay=replay)
-        if ledger.record(event):
-            if self._affordable <= 0:
-                self.model.zero_grad()
-                raise RuntimeError("the privacy budget is spent; no further step may be taken.")
-            self._affordable -= 1
+        self.run.record(mechanism.release(step=step, replay=self.run.replay(step)))
         smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
         for p, gradient in zip(self._filtered, smoothed, strict=True):
             p.grad = gradient
@@ -539,16 +460,11 @@ class DPTrainer(Trainer):
         if trial is not None:
             raise ValueError("trial must be None: the cost of a search would not be counted.")
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        self.run.prepare(checkpoint)
         if checkpoint is not None:
-            self._restore(checkpoint)
-        elif self.ledger is None and self._ledger_path.exists():
-            raise ValueError(
-                f"output_dir={self.args.output_dir!r} already holds a privacy ledger; pass "
-                "--resume_from_checkpoint to go on with that run, or choose another output_dir."
-            )
-        self._resumed = checkpoint is not None
-        self._affordable = self._count_affordable()
-        if self._affordable <= 0 and not self._can_replay(checkpoint):
+            self._load_filter(checkpoint)
+        first_step = 1 if checkpoint is None else _step_of(checkpoint) + 1
+        if not self.run.may_take(first_step):
             logger.warning(
                 "The privacy budget target_epsilon=%s is spent (epsilon %.4f): no step was taken.",
                 self.args.target_epsilon,
@@ -578,38 +494,11 @@ class DPTrainer(Trainer):
             "be counted; tune on public data and set the arguments."
         )
 
-    @property
-    def _folder(self) -> Path:
-        assert self.args.output_dir is not None
-        return Path(self.args.output_dir)
-
-    @property
-    def _ledger_path(self) -> Path:
-        return self._folder / LEDGER_FILE
-
-    def _count_affordable(self) -> int:
-        if self.args.target_epsilon is None:
-            return self.plan.steps
-        return affordable_steps(
-            [] if self.ledger is None else self.ledger.accounted,
-            noise_multiplier=self.plan.noise_multiplier,
-            sample_rate=self.plan.sample_rate,
-            target_epsilon=self.args.target_epsilon,
-            delta=self.plan.delta,
-            accountant=self.args.accountant,
-            limit=self.plan.steps,
-        )
-
-    def _can_replay(self, checkpoint: Path | None) -> bool:
-        if checkpoint is None or self.ledger is None:
-            return False
-        return self.ledger.recorded(_read_state(checkpoint)["step"] + 1) is not None
-
     def _find_checkpoint(self, resume: str | bool | None) -> Path | None:
         if resume is None or resume is False:
             return None
         if resume is True:
-            found = get_last_checkpoint(self._folder) if self._folder.is_dir() else None
+            found = get_last_checkpoint(str(self.run.folder)) if self.run.folder.is_dir() else None
             if found is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds "
@@ -620,48 +509,7 @@ class DPTrainer(Trainer):
             raise ValueError(f"resume_from_checkpoint={resume!r} is not a folder.")
         return Path(resume)
 
-    def _restore(self, checkpoint: Path) -> None:
-        for name in (LEDGER_FILE, STATE_FILE):
-            if not (checkpoint / name).is_file():
-                raise ValueError(
-                    f"checkpoint {checkpoint} has no {name}: what it spent is unknown, so it "
-                    "cannot be resumed; start again from the pretrained model."
-                )
-        state = _read_state(checkpoint)
-        if state["num_units"] != self.plan.num_units:
-            raise ValueError(
-                f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
-                f"the data now has {self.plan.num_units}; resume with the same data."
-            )
-        at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
-        own_run = checkpoint.resolve().parent == self._folder.resolve()
-        if own_run and self._ledger_path.exists():
-            self.ledger = PrivacyLedger.load(self._ledger_path)
-            if not self.ledger.extends(at_checkpoint):
-                raise ValueError(
-                    f"{self._ledger_path} does not continue the ledger of {checkpoint}; one of "
-                    "them belongs to another run or was changed."
-                )
-        elif own_run:
-            raise ValueError(
-                f"{self._ledger_path} is missing: steps after {checkpoint} would go uncounted; "
-                "restore it, or start again from the pretrained model."
-            )
-        else:
-            if self._ledger_path.exists():
-                raise ValueError(
-                    f"output_dir={self.args.output_dir!r} already holds another run's ledger; "
-                    "choose a new output_dir, or the one that the checkpoint lies in."
-                )
-            self._ledger_path.parent.mkdir(parents=True, exist_ok=True)
-            at_checkpoint.copy_to(self._ledger_path)
-            self.ledger = PrivacyLedger.load(self._ledger_path)
-        restore_generator(self._sampling_generator, state["sampling"]["generator"])
-        if own_run:
-            restore_generator(self._noise_generator, state["noise"])
-        else:
-            # The original run may go on elsewhere; the same noise on other sums would cancel out.
-            logger.warning("Resuming in another folder: noise is drawn afresh.")
+    def _load_filter(self, checkpoint: Path) -> None:
         if self.args.dp_filter != "none":
             if not (checkpoint / FILTER_FILE).is_file():
                 raise ValueError(
@@ -692,21 +540,6 @@ class DPTrainer(Trainer):
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def _open_run(self) -> None:
-        if self.ledger is None:
-            self._ledger_path.parent.mkdir(parents=True, exist_ok=True)
-            self.ledger = PrivacyLedger.create(self._ledger_path)
-        self.ledger.open_run(
-            RunFacts(
-                delta=self.plan.delta,
-                accountant=self.args.accountant,
-                privacy_unit="example",
-                adjacency=ADJACENCY,
-                guarantee=self.args.noise_seed is None and self.plan.noise_multiplier > 0,
-                num_units=self.plan.num_units,
-            )
-        )
 
     # ---- what is logged and saved ----
 
@@ -752,7 +585,7 @@ class DPTrainer(Trainer):
     ) -> None:
         if not self.args.should_save:
             return
-        folder = self._folder if output_dir is None else Path(output_dir)
+        folder = self.run.folder if output_dir is None else Path(output_dir)
         if self._loaded is not None:
             save_model(self._loaded, folder)
         else:
@@ -762,7 +595,7 @@ class DPTrainer(Trainer):
                 self.processing_class.save_pretrained(folder)
         if self.ledger is not None and len(self.ledger) > 0:
             report = model_card.privacy_report(self.ledger)
-            _write_json(folder / REPORT_FILE, report.to_dict())
+            write_json(folder / REPORT_FILE, report.to_dict())
             (folder / CARD_FILE).write_text(self._card(report), encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -770,7 +603,7 @@ class DPTrainer(Trainer):
         if self.ledger is None or len(self.ledger) == 0:
             raise ValueError("a card needs a ledger with noise draws: train first.")
         card = self._card(model_card.privacy_report(self.ledger))
-        (self._folder / CARD_FILE).write_text(card, encoding="utf-8")
+        (self.run.folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     def _card(self, report: model_card.PrivacyReport) -> str:
         args = self.args
@@ -795,23 +628,21 @@ class DPTrainer(Trainer):
         super()._save_checkpoint(model, trial)
         if not self.args.should_save or self.ledger is None:
             return
-        folder = self._folder / f"checkpoint-{self.state.global_step}"
+        folder = self.run.folder / f"checkpoint-{self.state.global_step}"
         if not folder.is_dir():  # rotated away already
             return
         assert self._mechanism is not None
         assert self._batches is not None
-        noise = self._mechanism.generator
-        assert noise is not None, "the process that saves is the one that adds noise"
-        self.ledger.copy_to(folder / LEDGER_FILE)
-        state = {
-            "step": self.state.global_step,
-            "num_units": self.plan.num_units,
-            "noise": generator_state(noise),
-            "sampling": self._batches.state_dict(),
-        }
+        noise_generator = self._mechanism.generator
+        assert noise_generator is not None, "the process that saves is the one that adds noise"
         if self.args.dp_filter != "none":
             torch.save(self._filter.state_dict(), folder / FILTER_FILE)
-        _write_json(folder / STATE_FILE, state, secret=True)
+        self.run.save(
+            folder,
+            step=self.state.global_step,
+            noise_generator=noise_generator,
+            sampling_state=self._batches.state_dict(),
+        )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Refused for now.
@@ -855,17 +686,6 @@ def _random_row_like(
     }
 
 
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    return state
-
-
-def _write_json(path: Path, values: Mapping[str, Any], *, secret: bool = False) -> None:
-    """Write under a temporary name and rename, so that a reader never sees half a file."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(values, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    os.chmod(temporary, 0o600 if secret else 0o644)
-    os.replace(temporary, path)
+def _step_of(checkpoint: Path) -> int:
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    return int(state.global_step)

@@ -29,6 +29,7 @@ ROOMS = [
     "diagnostics",
     "model_card",
     "arguments",
+    "run",
     "trainer",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")

@@ -120,7 +120,7 @@ class Spy(DPTrainer):
             assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
         assert all(float(s.abs().max()) == 0 for s in self._mechanism._sums.values())
         self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
-        self.ledger_lengths.append(len(PrivacyLedger.load(self._ledger_path)))
+        self.ledger_lengths.append(len(PrivacyLedger.load(self.run.folder / "privacy_ledger.jsonl")))
         return loss
 
 

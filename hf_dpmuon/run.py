@@ -1,0 +1,318 @@
+"""One private run: its plan, what it has spent and may still spend, across stops and processes.
+
+Receives arguments and the number of privacy units, then one event per noise draw; keeps the ledger,
+the secret generators and the budget, and writes and reads what a checkpoint must hold of them.
+
+Guarantees:
+    A draw of noise is in the ledger before ``record`` returns, and no draw is recorded that would
+    pass the budget. A checkpoint resumes with the draws and the noise that would have come next, or
+    not at all. With several processes the main one keeps ledger and noise, and all of them sample
+    and decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from accelerate.utils import broadcast_object_list
+
+from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
+from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.mechanism import NoiseEvent
+from hf_dpmuon.sampling import generator_state, restore_generator, secret_generator
+
+__all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
+
+logger = logging.getLogger(__name__)
+
+LEDGER_FILE = "privacy_ledger.jsonl"
+STATE_FILE = "privacy_state.json"
+ADJACENCY = "add or remove one"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The run as the accountant sees it, fixed before the first image is used.
+
+    Attributes:
+        num_units: N, the number of privacy units.
+        sample_rate: q = logical_batch_size / N, exact.
+        steps: T, the number of logical steps.
+        delta: Of the guarantee.
+        noise_multiplier: sigma.
+    """
+
+    num_units: int
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float
+
+    @classmethod
+    def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
+        """Derive the plan from the arguments and the number of privacy units.
+
+        Raises:
+            ValueError: If q would exceed 1, or delta is not below 1/N.
+        """
+        sample_rate = args.logical_batch_size / num_units
+        if sample_rate > 1:
+            raise ValueError(
+                f"logical_batch_size={args.logical_batch_size} exceeds the {num_units} privacy "
+                f"units of the training data; set at most {num_units}."
+            )
+        delta = 1 / (10 * num_units) if args.target_delta is None else args.target_delta
+        if not 0 < delta < 1 / num_units:
+            raise ValueError(
+                f"target_delta={delta} must be below 1/N = {1 / num_units:.3g}, or a guarantee "
+                "could publish one record in full; leave it unset for 1/(10 N)."
+            )
+        steps = (
+            args.max_steps
+            if args.max_steps > 0
+            else num_steps(num_epochs=args.num_train_epochs, sample_rate=sample_rate)
+        )
+        if args.noise_multiplier is not None:
+            sigma = args.noise_multiplier
+        else:
+            assert args.target_epsilon is not None
+            sigma = calibrate_noise_multiplier(
+                target_epsilon=args.target_epsilon,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=args.accountant,
+            )
+        return cls(
+            num_units=num_units,
+            sample_rate=sample_rate,
+            steps=steps,
+            delta=delta,
+            noise_multiplier=sigma,
+        )
+
+
+class PrivateRun:
+    """Ledger, secret generators and budget of one run.
+
+    Args:
+        args: The run's arguments; ``output_dir`` holds the ledger.
+        num_units: N.
+        privacy_unit: What a unit is, for the report.
+
+    Attributes:
+        plan: What the accountant assumes.
+        ledger: The ledger, in the main process once ``open`` was called; None elsewhere.
+        noise_generator: In the main process, which alone adds noise; None elsewhere.
+        sampling_generator: In the same state in every process.
+        remaining: How many more draws the budget allows.
+    """
+
+    def __init__(self, args: DPTrainingArguments, *, num_units: int, privacy_unit: str) -> None:
+        assert args.output_dir is not None
+        self.plan = PrivacyPlan.from_arguments(args, num_units=num_units)
+        self.folder = Path(args.output_dir)
+        self.ledger: PrivacyLedger | None = None
+        self.remaining = self.plan.steps
+        self._args = args
+        self._is_main = args.process_index == 0
+        self._facts = RunFacts(
+            delta=self.plan.delta,
+            accountant=args.accountant,
+            privacy_unit=privacy_unit,
+            adjacency=ADJACENCY,
+            guarantee=args.noise_seed is None and self.plan.noise_multiplier > 0,
+            num_units=num_units,
+        )
+        self._replays: dict[int, NoiseEvent] = {}
+        self.noise_generator: np.random.Generator | None = (
+            secret_generator(args.noise_seed, stream="noise") if self._is_main else None
+        )
+        self.sampling_generator = secret_generator(args.noise_seed, stream="sampling")
+        shared = self._from_main(lambda: generator_state(self.sampling_generator))
+        restore_generator(self.sampling_generator, shared)
+
+    # ---- budget ----
+
+    def epsilon(self) -> float:
+        """Epsilon spent so far, from the ledger; 0 before the run is open."""
+        return 0.0 if self.ledger is None else self.ledger.epsilon().epsilon
+
+    def may_take(self, step: int) -> bool:
+        """Whether the budget allows this step, or its draw was already counted."""
+        return self.remaining > 0 or step in self._replays
+
+    def replay(self, step: int) -> NoiseEvent | None:
+        """The record of a step that an interrupted run drew after the resumed checkpoint."""
+        return self._replays.get(step)
+
+    def record(self, event: NoiseEvent) -> None:
+        """Put a draw of noise on the disk, before the weights move.
+
+        Raises:
+            RuntimeError: If it is a new draw and the budget is spent; nothing is recorded.
+        """
+        if self._replays.get(event.step) == event:
+            return
+        if self.remaining <= 0:
+            raise RuntimeError("the privacy budget is spent; no further step may be taken.")
+        if self.ledger is not None:
+            self.ledger.record(event)
+        self.remaining -= 1
+
+    # ---- start and resume ----
+
+    def prepare(self, checkpoint: Path | None) -> None:
+        """Get ready to train: check the folder, or restore a checkpoint; count what is left.
+
+        Raises:
+            ValueError: If the folder already holds another run's ledger, or the checkpoint does
+                not fit this run.
+        """
+        self._replays = {}
+        if checkpoint is not None:
+            sampling, self._replays = self._from_main(lambda: self._restore(checkpoint))
+            restore_generator(self.sampling_generator, sampling)
+        elif self.ledger is None:
+            self._from_main(self._check_folder_is_new)
+        self.remaining = self._from_main(self._count_remaining)
+
+    def open(self) -> None:
+        """Start the ledger's record of this run; nothing was written before."""
+        self._from_main(self._open)
+
+    def _open(self) -> None:
+        if self.ledger is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.ledger = PrivacyLedger.create(self.folder / LEDGER_FILE)
+        self.ledger.open_run(self._facts)
+
+    def _count_remaining(self) -> int:
+        if self._args.target_epsilon is None:
+            return self.plan.steps
+        return affordable_steps(
+            [] if self.ledger is None else self.ledger.accounted,
+            noise_multiplier=self.plan.noise_multiplier,
+            sample_rate=self.plan.sample_rate,
+            target_epsilon=self._args.target_epsilon,
+            delta=self.plan.delta,
+            accountant=self._args.accountant,
+            limit=self.plan.steps,
+        )
+
+    def _check_folder_is_new(self) -> None:
+        if (self.folder / LEDGER_FILE).exists():
+            raise ValueError(
+                f"output_dir={str(self.folder)!r} already holds a privacy ledger; pass "
+                "--resume_from_checkpoint to go on with that run, or choose another output_dir."
+            )
+
+    def _restore(self, checkpoint: Path) -> tuple[dict[str, Any], dict[int, NoiseEvent]]:
+        """Read a checkpoint in the main process; return what all processes must know of it."""
+        for name in (LEDGER_FILE, STATE_FILE):
+            if not (checkpoint / name).is_file():
+                raise ValueError(
+                    f"checkpoint {checkpoint} has no {name}: what it spent is unknown, so it "
+                    "cannot be resumed; start again from the pretrained model."
+                )
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        if state["num_units"] != self.plan.num_units:
+            raise ValueError(
+                f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
+                f"the data now has {self.plan.num_units}; resume with the same data."
+            )
+        at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
+        if checkpoint.resolve().parent != self.folder.resolve():
+            self._adopt(at_checkpoint)
+            return state["sampling"]["generator"], {}
+        path = self.folder / LEDGER_FILE
+        if not path.exists():
+            raise ValueError(
+                f"{path} is missing: steps after {checkpoint} would go uncounted; restore it, or "
+                "start again from the pretrained model."
+            )
+        self.ledger = PrivacyLedger.load(path)
+        if not self.ledger.extends(at_checkpoint):
+            raise ValueError(
+                f"{path} does not continue the ledger of {checkpoint}; one of them belongs to "
+                "another run or was changed."
+            )
+        assert self.noise_generator is not None
+        restore_generator(self.noise_generator, state["noise"])
+        later = self.ledger.events[len(at_checkpoint) :]
+        return state["sampling"]["generator"], {event.step: event for event in later}
+
+    def _adopt(self, at_checkpoint: PrivacyLedger) -> None:
+        """Go on with a copy of a checkpoint's ledger in a new folder, and with fresh noise.
+
+        The original run may go on elsewhere; the same noise on other sums would cancel out.
+        """
+        path = self.folder / LEDGER_FILE
+        if path.exists():
+            raise ValueError(
+                f"output_dir={str(self.folder)!r} already holds another run's ledger; choose a "
+                "new output_dir, or the one that the checkpoint lies in."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        at_checkpoint.copy_to(path)
+        self.ledger = PrivacyLedger.load(path)
+        logger.warning("Resuming in another folder: noise is drawn afresh.")
+
+    def save(
+        self,
+        checkpoint: Path,
+        *,
+        step: int,
+        noise_generator: np.random.Generator,
+        sampling_state: Mapping[str, Any],
+    ) -> None:
+        """Write into a checkpoint what ``prepare`` reads; the generators' states stay secret."""
+        assert self.ledger is not None, "the process that saves is the one that keeps the ledger"
+        self.ledger.copy_to(checkpoint / LEDGER_FILE)
+        state = {
+            "step": step,
+            "num_units": self.plan.num_units,
+            "noise": generator_state(noise_generator),
+            "sampling": sampling_state,
+        }
+        write_json(checkpoint / STATE_FILE, state, secret=True)
+
+    def _from_main(self, make: Callable[[], T]) -> T:
+        """Run in the main process; hand its result, or its refusal, to all processes."""
+        outcome: list[Any] = [None, None]
+        if self._is_main:
+            try:
+                outcome[0] = make()
+            except (ValueError, OSError) as error:
+                outcome[1] = error
+        result, refusal = broadcast_object_list(outcome)
+        if refusal is not None:
+            raise refusal
+        value: T = result
+        return value
+
+
+def write_json(path: Path, values: Mapping[str, Any], *, secret: bool = False) -> None:
+    """Write under a temporary name and rename, so that a reader never sees half a file."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(values, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o600 if secret else 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
