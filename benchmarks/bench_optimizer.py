@@ -117,8 +117,9 @@ def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) 
 
 SLOW = {"DPMuon selective", "DPMuon known_noise_polar"}
 METHODS = [
-    "torch SGD", "torch AdamW", "torch Muon float32", "torch Muon", "DPSGD", "DPAdam", "DPAdam corrected",
-    "DPMuon", "DPMuon you", "DPMuon bfloat16", "DPMuonS", "DPMuon selective", "DPMuon known_noise_polar",
+    "torch SGD", "torch AdamW", "torch Muon float32", "torch Muon", "DPSGD", "DPAdam",
+    "DPAdam corrected", "DPMuon", "DPMuon you", "DPMuon bfloat16", "DPMuonS", "DPMuon selective",
+    "DPMuon known_noise_polar",
 ]  # fmt: skip
 
 
