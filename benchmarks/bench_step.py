@@ -139,6 +139,16 @@ def opacus_ghost(model: nn.Module) -> Step:
     return step
 
 
+def checkpointed(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
+    """The same step with activations recomputed in the backward pass."""
+
+    def build_checkpointed(model: nn.Module) -> Step:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return build(model)
+
+    return build_checkpointed
+
+
 ENGINES: dict[str, Callable[[nn.Module], Step]] = {
     "plain": plain,
     "opacus hooks": opacus_hooks,
@@ -146,6 +156,8 @@ ENGINES: dict[str, Callable[[nn.Module], Step]] = {
     "ours hooks": ours(HooksGradSampleModule),
     "ours bookkeeping": ours(BookKeepingGradSampleModule),
     "ours ghost": ours(GhostGradSampleModule),
+    "plain, checkpointed": checkpointed(plain),
+    "ours ghost, checkpointed": checkpointed(ours(GhostGradSampleModule)),
 }
 
 

@@ -27,6 +27,7 @@ from hf_dpmuon.grad_sample import (
     HooksGradSampleModule,
     PerSampleEngine,
 )
+from hf_dpmuon.grad_sample.contributions import OuterProducts
 
 Engine = type[PerSampleEngine]
 INTERCEPTING = [BookKeepingGradSampleModule, GhostGradSampleModule]
@@ -38,6 +39,22 @@ intercepting = pytest.mark.parametrize("engine_class", INTERCEPTING)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight's gradient is held, and its norm taken, as a pair of tensors, or as itself."""
     force_form(monkeypatch, pairs=request.param)
+
+
+@pytest.mark.parametrize(("tokens", "form_held"), [(1, "OuterProducts"), (40, "UnitGradients")])
+def test_a_weight_waits_in_the_form_that_holds_less(tokens: int, form_held: str) -> None:
+    a_UTD, g_UTP = torch.randn(3, tokens, 8).double(), torch.randn(3, tokens, 16).double()
+    pair = OuterProducts(a_UTD, g_UTP, torch.Size((16, 8)))
+    held = pair.held()
+    assert type(held).__name__ == form_held
+    expected = torch.einsum("utp,utd->upd", g_UTP, a_UTD)
+    weights = torch.tensor([2.0, 0.0, -1.0]).double()
+    for gradient in (pair, held):
+        torch.testing.assert_close(gradient.gradients(), expected)
+        torch.testing.assert_close(gradient.norms(), expected.flatten(1).norm(dim=1))
+        into = torch.ones(16, 8).double()
+        gradient.add_weighted_sum(weights, into=into, mask_zeros=True)
+        torch.testing.assert_close(into, 1 + 2 * expected[0] - expected[2])
 
 
 # Units and passes
@@ -376,7 +393,7 @@ def test_norms_and_sums_are_float32_under_bfloat16_autocast(engine_class: Engine
 
 @intercepting
 def test_autograd_computes_no_weight_gradient(engine_class: Engine) -> None:
-    """Neither p.grad nor any gradient per sample: what is held are pairs where they are smaller."""
+    """Nothing that an optimizer, a hook or Opacus could read is ever set."""
     model = tiny_vit().train()
     engine = engine_class(model)
     backward(engine, *random_batch(3))
