@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
     from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
     from hf_dpmuon.diagnostics import signal_to_noise
+    from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
     from hf_dpmuon.grad_sample import (
         BookKeepingGradSampleModule,
         GhostGradSampleModule,
@@ -26,9 +27,14 @@ if TYPE_CHECKING:
     from hf_dpmuon.mechanism import GaussianMechanism
     from hf_dpmuon.model_card import build_model_card, privacy_report
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
-    from hf_dpmuon.optim import DPSGD, DPMuon, create_optimizer
+    from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
-    from hf_dpmuon.spectral import newton_schulz, polar_factor
+    from hf_dpmuon.spectral import (
+        newton_schulz,
+        polar_factor,
+        shrink_singular_values,
+        spectral_map,
+    )
     from hf_dpmuon.trainer import DPTrainer
 
 _ROOMS = {
@@ -41,6 +47,7 @@ _ROOMS = {
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "load_image_dataset"),
     "diagnostics": ("signal_to_noise",),
+    "filters": ("GradientFilter", "KalmanFilter", "LowPassFilter"),
     "grad_sample": (
         "BookKeepingGradSampleModule",
         "GhostGradSampleModule",
@@ -50,26 +57,32 @@ _ROOMS = {
     "mechanism": ("GaussianMechanism",),
     "model_card": ("build_model_card", "privacy_report"),
     "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
-    "optim": ("DPMuon", "DPSGD", "create_optimizer"),
+    "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD", "KnownNoise", "create_optimizer"),
     "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
-    "spectral": ("newton_schulz", "polar_factor"),
+    "spectral": ("newton_schulz", "polar_factor", "shrink_singular_values", "spectral_map"),
     "trainer": ("DPTrainer",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "BookKeepingGradSampleModule",
+    "DPAdam",
     "DPMuon",
+    "DPMuonS",
     "DPSGD",
     "DPTrainer",
     "DPTrainingArguments",
     "DataArguments",
     "GaussianMechanism",
     "GhostGradSampleModule",
+    "GradientFilter",
     "HooksGradSampleModule",
     "ImageExamples",
+    "KalmanFilter",
+    "KnownNoise",
     "LogicalBatch",
     "LogicalBatchLoader",
+    "LowPassFilter",
     "ModelArguments",
     "PoissonSampler",
     "PrivacyLedger",
@@ -87,7 +100,9 @@ __all__ = [
     "polar_factor",
     "privacy_report",
     "save_model",
+    "shrink_singular_values",
     "signal_to_noise",
+    "spectral_map",
     "validate_model",
 ]
 
