@@ -692,8 +692,9 @@ def create_optimizer(
         case "muon_s":
             optimizer = DPMuonS(groups, lr=learning_rate, noise=correction, **iteration)
         case _:
+            known = noise if spectral_map in NOISE_AWARE_MAPS else None
             optimizer = DPMuon(
-                groups, lr=learning_rate, spectral_map=spectral_map, noise=noise, **iteration
+                groups, lr=learning_rate, spectral_map=spectral_map, noise=known, **iteration
             )
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(trainable), "groups must partition the model"

@@ -626,6 +626,7 @@ def test_a_known_noise_level_reaches_only_what_uses_it():
     assert build(dp_optimizer="muon_s").noise is None
     assert build(dp_optimizer="muon_s", correct_for_noise=True).noise is noise
     assert build(dp_optimizer="muon", spectral_map="selective").noise is noise
+    assert build(dp_optimizer="muon", spectral_map="svd").noise is None
 
 
 def test_muon_without_a_matrix_is_refused():
