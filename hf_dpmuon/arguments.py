@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
@@ -137,6 +139,12 @@ class DPTrainingArguments(TrainingArguments):
     noise_multiplier: float | None = field(
         default=None,
         metadata={"help": "sigma: noise std over per_sample_max_grad_norm (or target_epsilon)."},
+    )
+    loss_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Static factor of the loss under fp16 (1024 if unset), undone before clipping."
+        },
     )
     per_sample_max_grad_norm: float = field(
         default=1.0, metadata={"help": "C: bound on the gradient norm of one privacy unit."}
@@ -262,11 +270,16 @@ class DPTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Fill in the method's defaults and refuse what cannot be private."""
-        if self.output_dir is None:
+        name_folder = self.output_dir is None
+        if name_folder:
             self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
         self._check_privacy()
         self._check_training_loop()
         super().__post_init__()  # type: ignore[no-untyped-call]
+        if name_folder:  # clocks of several processes may differ
+            (self.output_dir,) = broadcast_object_list([self.output_dir])
+        if self.loss_scale is None:
+            self.loss_scale = 1024.0 if self.mixed_precision == "fp16" else 1.0
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
 
@@ -384,8 +397,10 @@ class DPTrainingArguments(TrainingArguments):
                 self.push_to_hub,
                 "is not supported yet; upload the saved folder yourself after reading its card",
             ),
-            "fp16": (self.fp16, "is not supported yet; train in float32"),
-            "bf16": (self.bf16, "is not supported yet; train in float32"),
+            "loss_scale": (
+                self.loss_scale is not None and not 0 < self.loss_scale < float("inf"),
+                "must be a finite number > 0; unset, it is 1024 with fp16 and 1 otherwise",
+            ),
             "activation_checkpointing": (
                 bool(self.activation_checkpointing or self.gradient_checkpointing)
                 and self.grad_sample_mode == "hooks",
@@ -445,15 +460,19 @@ class DPTrainingArguments(TrainingArguments):
                 f"n_gpu={self.n_gpu} in one process would use nn.DataParallel, whose replicas the "
                 "per-sample hooks cannot see; set CUDA_VISIBLE_DEVICES to one device."
             )
-        if self.world_size > 1:
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
-                f"world_size={self.world_size}: several processes are not supported yet; start one."
+                f"mixed_precision={self.mixed_precision!r} is not supported; use bf16."
             )
-        if self.mixed_precision != "no":
-            raise ValueError(
-                f"mixed_precision={self.mixed_precision!r} is not supported yet; launch with "
-                "--mixed_precision no."
-            )
+        for variable, sharding in (
+            ("ACCELERATE_USE_FSDP", "FSDP"),
+            ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ):
+            if os.environ.get(variable, "false").lower() in ("1", "true"):
+                raise ValueError(
+                    f"{variable}={os.environ[variable]!r}: {sharding} shards gradients before "
+                    "they are clipped; launch with --multi_gpu, one process a device."
+                )
 
 
 def parse_arguments(

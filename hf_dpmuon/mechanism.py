@@ -8,8 +8,8 @@ Guarantees:
     With noise multiplier sigma and norm bound C, adding or removing one sample changes the clipped
     sum by at most C in Euclidean norm over *all* trainable parameters together, and the release is
     that sum plus N(0, sigma^2 C^2 I), divided by a number that does not depend on the draw.
-    Norms, factors, sums and noise are float32 whatever the compute type. With several processes each
-    sums its own share of the draw; one of them adds the noise, and all end with the same bits.
+    Norms, factors, sums and noise are float32 whatever the compute type. With several processes
+    each sums its own share of the draw; one of them adds the noise, and all end with the same bits.
 """
 
 from __future__ import annotations
@@ -108,6 +108,10 @@ class GaussianMechanism:
         generator: Secret generator of the noise; None in every process but one, which adds the
             noise to its own share of the sum before the shares are added up.
         clipping: How a sample's gradient is bounded; see ``clip_factors``.
+        loss_scale: Factor of the loss that was backpropagated, > 0; undone before clipping.
+
+    Attributes:
+        votes: Sum over processes of the ``votes`` of the last release.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -123,7 +127,10 @@ class GaussianMechanism:
         num_units: int,
         generator: np.random.Generator | None,
         clipping: Clipping = "flat",
+        loss_scale: float = 1.0,
     ) -> None:
+        if not (math.isfinite(loss_scale) and loss_scale > 0):
+            raise ValueError(f"loss_scale={loss_scale} must be a finite number > 0.")
         if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
             raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
         if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
@@ -142,6 +149,8 @@ class GaussianMechanism:
         self.sample_rate = sample_rate
         self.expected_batch_size = sample_rate * num_units
         self.clipping: Clipping = clipping
+        self.loss_scale = loss_scale
+        self.votes = 0.0
         self.generator = generator
         self._parameters = _trainable(module)
         self._total, self._sums = _flat_views(self._parameters)
@@ -174,23 +183,28 @@ class GaussianMechanism:
                 set of trainable parameters is no longer the one that is protected.
         """
         self._check_trainable_set()
-        norms = self.module.per_sample_norms()
-        if norms:
+        scaled = self.module.per_sample_norms()
+        if scaled:
             factors = clip_factors(
-                norms,
+                {name: norm / self.loss_scale for name, norm in scaled.items()},
                 max_grad_norm=self.max_grad_norm,
                 clipping=self.clipping,
                 num_layers=len(self._parameters),
             )
-            self.module.add_weighted_sum(factors, into=self._sums)
+            weights = {name: factor / self.loss_scale for name, factor in factors.items()}
+            self.module.add_weighted_sum(weights, into=self._sums)
         self.module.discard()
 
-    def release(self, *, step: int, replay: NoiseEvent | None = None) -> NoiseEvent:
+    def release(
+        self, *, step: int, replay: NoiseEvent | None = None, votes: float = 0.0
+    ) -> NoiseEvent:
         """Write the private mean gradient to every ``p.grad`` and end the logical batch.
 
         Args:
             step: Number of this logical step, from 1.
             replay: The ledger's record of this step, where an interrupted run had drawn it before.
+            votes: A public number to add up over processes in the same collective, such as 1 for
+                a request to stop; the sum is in ``self.votes``.
 
         Returns:
             The event to record before the weights move.
@@ -201,11 +215,11 @@ class GaussianMechanism:
             the bit, noise is drawn afresh from the operating system's entropy.
         """
         self._check_trainable_set()
-        digest = self._privatise()
+        digest = self._privatise(votes)
         if replay is not None and replay.digest != digest:  # the same in every process
             if self.generator is not None:
                 self.generator = secret_generator()
-            digest = self._privatise()
+            digest = self._privatise(votes)
         self._total.zero_()
         return NoiseEvent(
             step=step,
@@ -216,17 +230,19 @@ class GaussianMechanism:
             digest=digest,
         )
 
-    def _privatise(self) -> str:
-        private, gradients = _flat_views(self._parameters)
+    def _privatise(self, votes: float) -> str:
+        shared, gradients = _flat_views(self._parameters)
         if self.generator is not None:
             scale = self.noise_multiplier * self.max_grad_norm
             for gradient in gradients.values():
                 noise = self.generator.standard_normal(tuple(gradient.shape), dtype=np.float32)
                 gradient.copy_(torch.from_numpy(noise)).mul_(scale)
-        private.add_(self._total)
+        shared.add_(self._total)
+        shared[-1] = votes
         if distributed.is_initialized():
-            distributed.all_reduce(private)
-        private.div_(self.expected_batch_size)
+            distributed.all_reduce(shared)  # the one collective of a step
+        self.votes = shared[-1].item()
+        private = shared[:-1].div_(self.expected_batch_size)
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name].to(parameter.dtype)
         return hashlib.sha256(private.cpu().numpy().tobytes()).hexdigest()
@@ -248,11 +264,11 @@ class GaussianMechanism:
 def _flat_views(
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One float32 vector of zeros for all parameters, and a view of it in the shape of each."""
+    """One float32 vector of zeros for all parameters and one number more, and views of it."""
     sizes = [p.numel() for p in parameters.values()]
     device = next(iter(parameters.values())).device
-    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    views = zip(parameters.items(), torch.split(flat, sizes), strict=True)
+    flat = torch.zeros(sum(sizes) + 1, dtype=torch.float32, device=device)
+    views = zip(parameters.items(), torch.split(flat[:-1], sizes), strict=True)
     return flat, {name: view.view(p.shape) for (name, p), view in views}
 
 

@@ -13,13 +13,17 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,7 +37,12 @@ from transformers import (
     TrainerState,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import SchedulerType, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import (
+    SchedulerType,
+    TrainOutput,
+    get_last_checkpoint,
+    rotate_checkpoints,
+)
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
@@ -55,8 +64,10 @@ __all__ = ["DPTrainer", "compute_accuracy"]
 logger = logging.getLogger(__name__)
 
 FILTER_FILE = "gradient_filter.pt"
+STAGING = ".incomplete-checkpoint"
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
+COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # As the paper names its methods: DP-SGD, DOPPLER-Muon.
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
@@ -117,18 +128,48 @@ class PrivacyProgressCallback(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
 
 
-class BudgetCallback(TrainerCallback):
-    """Stops training once no further step is affordable."""
+class StopCallback(TrainerCallback):
+    """Stops training once no further step is affordable, or when a signal asks for it."""
 
-    def __init__(self, may_take: Callable[[int], bool]) -> None:
+    def __init__(self, may_take: Callable[[int], bool], is_interrupted: Callable[[], bool]) -> None:
         self.may_take = may_take
+        self.is_interrupted = is_interrupted
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Ask the loop to stop if the next step would pass the budget."""
-        if state.global_step < state.max_steps and not self.may_take(state.global_step + 1):
+        """Ask the loop to stop, and after a signal to save a checkpoint first."""
+        if state.global_step >= state.max_steps:
+            return control
+        if self.is_interrupted():
+            logger.warning("Interrupted after step %d: saving a checkpoint.", state.global_step)
+            control.should_save = True
+            control.should_training_stop = True
+        elif not self.may_take(state.global_step + 1):
             logger.warning("Privacy budget spent after step %d: stopping.", state.global_step)
             control.should_training_stop = True
         return control
+
+
+class Interrupt:
+    """While entered, takes SIGTERM and SIGINT as requests to stop after the step; once each."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupt:
+        self.requested = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in list(self._before):
+            signal.signal(number, self._before.pop(number))
+
+    def _request(self, number: int, _frame: Any) -> None:
+        self.requested = True
+        signal.signal(number, self._before.pop(number))  # a second one acts at once
 
 
 class DPTrainer(Trainer):
@@ -203,6 +244,9 @@ class DPTrainer(Trainer):
         self.eval_metrics: dict[str, float] = {}
         self._mechanism: GaussianMechanism | None = None
         self._batches: LogicalBatchLoader | None = None
+        self._staging = False
+        self._interrupt = Interrupt()
+        self.interrupted = False
         super().__init__(
             model=module,
             args=args,
@@ -221,7 +265,7 @@ class DPTrainer(Trainer):
             self._check_optimizer(self.optimizer)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrivacyProgressCallback(self.run.epsilon))
-        self.add_callback(BudgetCallback(self.run.may_take))
+        self.add_callback(StopCallback(self.run.may_take, lambda: self.interrupted))
 
     # ---- what the base class's loop asks for ----
 
@@ -256,6 +300,8 @@ class DPTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             num_batches=steps_per_epoch(self.plan.sample_rate),
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
         )
         return DataLoader(
             _LogicalBatches(self._batches),
@@ -327,7 +373,10 @@ class DPTrainer(Trainer):
     ) -> nn.Module:
         if not training or isinstance(model, PerSampleEngine):
             return model
+        # No wrapper of torch's: it would add up gradients that are not private.
         prepared = self.accelerator.prepare_model(model, evaluation_mode=True)
+        for tensor in prepared.state_dict().values():
+            broadcast(tensor)
         prepared.train()
         engine = ENGINES[self.args.grad_sample_mode](prepared, passes=self._filter.evaluations)
         self._check_per_sample_gradients(engine)
@@ -339,6 +388,7 @@ class DPTrainer(Trainer):
             num_units=self.plan.num_units,
             generator=self.run.noise_generator,
             clipping=self.args.clipping,  # type: ignore[arg-type]
+            loss_scale=self._loss_scale,
         )
         return engine
 
@@ -391,12 +441,16 @@ class DPTrainer(Trainer):
                     with self.compute_loss_context_manager():
                         loss = self.compute_loss(model, batch)
                     # the engine wants the sum over samples, not their mean
-                    (loss * size * point.coefficient).backward()
+                    (loss * (size * point.coefficient * self._loss_scale)).backward()
                     if is_last:  # before the weights are back: an engine may backpropagate again
                         mechanism.accumulate()
             if self.args.report_nonprivate_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
-        self.run.record(mechanism.release(step=step, replay=self.run.replay(step)))
+        event = mechanism.release(
+            step=step, replay=self.run.replay(step), votes=float(self._interrupt.requested)
+        )
+        self.run.record(event)
+        self.interrupted = mechanism.votes > 0
         smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
         for p, gradient in zip(self._filtered, smoothed, strict=True):
             p.grad = gradient
@@ -415,11 +469,29 @@ class DPTrainer(Trainer):
         depends on another row; that is checked before training starts.
         """
         outputs = model(inputs["pixel_values"])
-        logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+        logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
         loss = F.cross_entropy(
             logits, inputs["labels"], label_smoothing=self.args.label_smoothing_factor
         )
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Autocast to the compute type of ``bf16`` or ``fp16``; weights stay float32."""
+        stack: ExitStack = super().compute_loss_context_manager()
+        dtype = COMPUTE_TYPES.get(self.args.mixed_precision)
+        if dtype is not None:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=dtype))
+        return stack
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Keep Accelerate's dynamic loss scaling out: it skips steps depending on raw gradients."""
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return {**built, "mixed_precision": "no"}
+
+    @property
+    def _loss_scale(self) -> float:
+        assert self.args.loss_scale is not None
+        return self.args.loss_scale
 
     def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
         """Verify the engine on this run's model, collator and loss, with noise for images."""
@@ -472,11 +544,13 @@ class DPTrainer(Trainer):
             )
             return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
         self._batches = None
+        self.interrupted = False
         try:
-            output: TrainOutput = super().train(
-                resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
-                ignore_keys_for_eval=ignore_keys_for_eval,
-            )
+            with self._interrupt:
+                output: TrainOutput = super().train(
+                    resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
+                    ignore_keys_for_eval=ignore_keys_for_eval,
+                )
         finally:
             if self._batches is not None:
                 self._batches.close()
@@ -624,17 +698,46 @@ class DPTrainer(Trainer):
             metrics=self.eval_metrics,
         )
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.run.folder / STAGING) if self._staging else str(self.run.folder)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if not self.args.should_save or self.ledger is None:
-            return
-        folder = self.run.folder / f"checkpoint-{self.state.global_step}"
-        if not folder.is_dir():  # rotated away already
-            return
+        """Write a checkpoint under a temporary name; rename it when it is whole."""
+        staging, name = self.run.folder / STAGING, f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():
+            shutil.rmtree(staging, ignore_errors=True)  # of an interrupted run
+        self.accelerator.wait_for_everyone()
+        self._staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = False
+        if self.state.best_global_step:
+            best = self.run.folder / f"checkpoint-{self.state.best_global_step}"
+            self.state.best_model_checkpoint = str(best)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            self._complete_checkpoint(staging / name)
+            final = self.run.folder / name
+            if final.exists():  # of an earlier run through this step
+                os.replace(final, staging / "replaced")
+            os.replace(staging / name, final)
+            shutil.rmtree(staging)
+            rotate_checkpoints(
+                output_dir=str(self.run.folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _complete_checkpoint(self, folder: Path) -> None:
+        """Add what the base class does not know of."""
         assert self._mechanism is not None
         assert self._batches is not None
         noise_generator = self._mechanism.generator
         assert noise_generator is not None, "the process that saves is the one that adds noise"
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.dp_filter != "none":
             torch.save(self._filter.state_dict(), folder / FILTER_FILE)
         self.run.save(

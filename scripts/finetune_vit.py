@@ -93,13 +93,17 @@ def finetune(
     )
     logger.info("Privacy plan: %s", trainer.plan)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    say = print if trainer.is_world_process_zero() else logger.debug
+    if trainer.interrupted:
+        say(f"interrupted    go on with --output_dir {args.output_dir} --resume_from_checkpoint True")
+        return
     metrics = trainer.evaluate() if eval_examples is not None else {}
     trainer.save_model()
     trainer.save_state()
     if "eval_accuracy" in metrics:
-        print(f"test accuracy  {metrics['eval_accuracy']:.4f}")
-    print(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
-    print(f"saved in       {args.output_dir}")
+        say(f"test accuracy  {metrics['eval_accuracy']:.4f}")
+    say(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
+    say(f"saved in       {args.output_dir}")
 
 
 def main() -> None:

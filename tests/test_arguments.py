@@ -50,8 +50,7 @@ REFUSED = [
     ({"hub_strategy": "checkpoint"}, "hub_strategy"),
     ({"hub_strategy": "all_checkpoints"}, "hub_strategy"),
     ({"push_to_hub": True}, "push_to_hub"),
-    ({"fp16": True}, "fp16"),
-    ({"bf16": True}, "bf16"),
+    ({"loss_scale": 0.0}, "loss_scale=0.0"),
     ({"optim": "sgd"}, "dp_optimizer"),
     ({"optim_args": "a=1"}, "optim_args"),
     ({"include_num_input_tokens_seen": True}, "size of private batches"),
@@ -91,6 +90,28 @@ def test_several_devices_in_one_process_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         arguments(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_sharding_launchers_are_refused(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises((ValueError, ImportError)):
+        arguments(tmp_path)
+
+
+def test_the_compute_type_of_the_launcher_counts_and_fp8_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert arguments(tmp_path).mixed_precision == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(ValueError, match="fp8"):
+        arguments(tmp_path)
+
+
+def test_fp16_has_a_loss_scale_and_nothing_else_has(tmp_path):
+    assert arguments(tmp_path).loss_scale == 1.0
+    assert arguments(tmp_path, bf16=True).loss_scale == 1.0
+    assert arguments(tmp_path, fp16=True).loss_scale == 1024.0
+    assert arguments(tmp_path, fp16=True, loss_scale=8.0).loss_scale == 8.0
 
 
 def test_defaults_that_differ_from_the_base_class_are_the_documented_ones(tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +122,11 @@ class Spy(DPTrainer):
             assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
         assert all(float(s.abs().max()) == 0 for s in self._mechanism._sums.values())
         self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
-        self.ledger_lengths.append(len(PrivacyLedger.load(self.run.folder / "privacy_ledger.jsonl")))
+        self.ledger_lengths.append(self.count_records())
         return loss
+
+    def count_records(self) -> int:
+        return len(PrivacyLedger.load(self.run.folder / "privacy_ledger.jsonl"))
 
 
 # ---- the step ----
@@ -610,6 +615,104 @@ def test_generator_states_are_readable_by_their_owner_only_and_in_checkpoints_on
         "privacy_ledger.jsonl",
         "privacy_report.json",
     }
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, number):
+    whole = trainer_of(tmp_path / "whole")
+    whole.train()
+
+    class Signalled(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            if self.state.global_step == 1:
+                os.kill(os.getpid(), number)
+            return super().training_step(*args, **kwargs)
+
+    before = signal.getsignal(number)
+    first = trainer_of(tmp_path / "parts", kind=Signalled)
+    first.train()
+    assert first.interrupted
+    assert first.state.global_step == 2
+    assert signal.getsignal(number) is before
+    second = trainer_of(tmp_path / "parts")
+    second.train(resume_from_checkpoint=True)
+    assert not second.interrupted
+    assert largest_difference(weights(whole.model), weights(second.model)) == 0
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer.run, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+    again = trainer_of(tmp_path / "b", save_strategy="steps", save_steps=2, save_total_limit=1)
+    again.train()
+    assert [p.name for p in (tmp_path / "b").glob("*checkpoint*")] == ["checkpoint-4"]
+
+
+def test_a_checkpoint_of_an_earlier_pass_through_the_step_is_replaced(tmp_path):
+    checkpoint = checkpointed(tmp_path)
+    second = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
+    second.train(resume_from_checkpoint=str(checkpoint))
+    third = trainer_of(tmp_path, max_steps=5)
+    third.train(resume_from_checkpoint=True)
+    assert third.state.global_step == 5
+
+
+# ---- mixed precision ----
+
+
+@pytest.mark.parametrize("mode", ENGINES)
+def test_bf16_releases_are_near_those_of_float32_and_clipped_to_the_bound(tmp_path, mode):
+    releases = []
+    for name, settings in (("fp32", {}), ("bf16", {"bf16": True})):
+        trainer = trainer_of(
+            tmp_path / name,
+            kind=Spy,
+            max_steps=1,
+            noise_multiplier=0.0,
+            grad_sample_mode=mode,
+            per_sample_max_grad_norm=0.5,
+            **settings,
+        )
+        trainer.train()
+        assert all(p.dtype is torch.float32 for p in trainer.model.parameters())
+        assert all(g.dtype is torch.float32 for g in trainer.releases[0].values())
+        releases.append(torch.cat([g.flatten() for g in trainer.releases[0].values()]))
+    exact, rounded = releases
+    assert 0 < float((exact - rounded).norm()) < 2e-2 * float(exact.norm())
+
+
+@pytest.mark.parametrize("mode", ENGINES)
+def test_the_loss_scale_of_fp16_changes_nothing(tmp_path, mode):
+    # Cases 61, 62: unscaled before clipping.
+    runs = []
+    for scale in (1.0, 65536.0):
+        trainer = trainer_of(
+            tmp_path / str(scale), max_steps=2, loss_scale=scale, grad_sample_mode=mode
+        )
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(*runs) < 1e-6
+
+
+def test_fp16_trains_and_an_overflowing_sample_contributes_nothing(tmp_path):
+    # Case 64: the step is taken and counted; nothing is skipped.
+    trainer = trainer_of(tmp_path, fp16=True, loss_scale=2.0**40)
+    trainer.train()
+    assert trainer.state.global_step == len(trainer.ledger) == 4
+    assert trainer.accelerator.scaler is None
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_bf16_weights_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"float32|fp32"):
+        trainer_of(tmp_path, tiny_vit().to(torch.bfloat16))
 
 
 # ---- refusals at set-up ----

@@ -1,0 +1,228 @@
+"""Several processes: one draw, one collective a step, and the weights of a single process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from conftest import tiny_vit
+from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
+
+from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.sampling import PoissonSampler, secret_generator
+
+WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
+
+
+def in_processes(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Fork processes that form a group over gloo; return what ``work`` returned in each."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def child(rank: int) -> None:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            ACCELERATE_USE_CPU="true",
+        )
+        torch.set_num_threads(1)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            results.put((rank, work(rank), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    processes = [context.Process(target=child, args=(rank,)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    try:
+        collected = [results.get(timeout=WATCHDOG) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+    for _, _, error in collected:
+        assert error is None, error
+    return [result for _, result, _ in sorted(collected, key=lambda item: item[0])]
+
+
+def plain(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def back(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def train(folder: Path, **settings: Any) -> Callable[[int], Any]:
+    def work(rank: int) -> Any:
+        trainer = trainer_of(folder, kind=Spy, **settings)
+        trainer.train(resume_from_checkpoint=settings.get("resume_from_checkpoint"))
+        assert trainer.args.world_size == int(os.environ["WORLD_SIZE"])
+        return (
+            plain(weights(trainer.model)),
+            [plain(release) for release in trainer.releases],
+            trainer.lr_scheduler.last_epoch,
+            trainer.evaluate()["eval_accuracy"],
+        )
+
+    return work
+
+
+@pytest.fixture(autouse=True)
+def ledger_in_the_main_process_only(monkeypatch):
+    """Spy reads the ledger's file in each step, which other processes have no part in."""
+    monkeypatch.setattr(
+        Spy,
+        "count_records",
+        lambda self: 0 if self.ledger is None else len(PrivacyLedger.load(self.ledger.path)),
+    )
+
+
+def draws(steps: int, batch: int, size: int = N) -> list[np.ndarray]:
+    sampler = PoissonSampler(
+        size, sample_rate=batch / size, generator=secret_generator(7, stream="sampling")
+    )
+    rows = []
+    for _ in range(steps):
+        rows.append(sampler.draw())
+        sampler.generator.integers(0, 2**63, size=len(rows[-1]), dtype=np.int64)
+    return rows
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "hooks"])
+def test_any_number_of_processes_gives_the_same_weights(tmp_path, mode):
+    # Cases 52, 55: unequal stripes, ranks with different numbers of physical batches.
+    settings = {"max_steps": 5, "grad_sample_mode": mode, "per_device_train_batch_size": 2}
+    alone = trainer_of(tmp_path / "1", **settings)
+    alone.train()
+    for world_size in (2, 4):
+        results = in_processes(world_size, train(tmp_path / str(world_size), **settings))
+        for got, releases, scheduled, _ in results:
+            assert largest_difference(back(got), weights(alone.model)) < 1e-6
+            assert largest_difference(back(got), back(results[0][0])) == 0  # to the bit
+            for mine, first in zip(releases, results[0][1], strict=True):
+                assert largest_difference(back(mine), back(first)) == 0
+            assert scheduled == 5
+        assert len({accuracy for *_, accuracy in results}) == 1
+        ledger = PrivacyLedger.load(tmp_path / str(world_size) / "privacy_ledger.jsonl")
+        assert len(ledger) == 5
+
+
+def test_empty_stripes_and_empty_draws_do_not_hang(tmp_path):
+    # Case 53.
+    sizes = [len(rows) for rows in draws(12, 1)]
+    assert 0 in sizes
+    assert 1 in sizes
+    settings = {"max_steps": 12, "logical_batch_size": 1}
+    alone = trainer_of(tmp_path / "1", **settings)
+    alone.train()
+    for got, *_ in in_processes(4, train(tmp_path / "4", **settings)):
+        assert largest_difference(back(got), weights(alone.model)) < 1e-6
+
+
+def test_released_noise_has_the_claimed_scale_in_every_process(tmp_path):
+    settings = {
+        "max_steps": 1,
+        "per_sample_max_grad_norm": 1e-9,
+        "noise_multiplier": 3e9,
+        "noise_seed": None,
+    }
+    for _, releases, *_ in in_processes(2, train(tmp_path, **settings)):
+        entries = np.concatenate([g.ravel() for g in releases[0].values()])
+        assert entries.std() == pytest.approx(3 / 8, rel=0.05)
+
+
+def test_processes_draw_alike_from_secret_entropy(tmp_path):
+    results = in_processes(3, train(tmp_path, noise_seed=None))
+    for got, *_ in results:
+        assert largest_difference(back(got), back(results[0][0])) == 0
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_resumes_on_another_number_of_processes(tmp_path, before, after):
+    whole = trainer_of(tmp_path / "whole", max_steps=4)
+    whole.train()
+    folder = tmp_path / "parts"
+
+    class Stopped(Spy):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self.state.global_step == 2:
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    def until_step_2(rank: int) -> None:
+        trainer = trainer_of(folder, kind=Stopped, max_steps=4, save_strategy="steps", save_steps=2)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+
+    in_processes(before, until_step_2)
+    results = in_processes(
+        after,
+        train(folder, max_steps=4, resume_from_checkpoint=str(folder / "checkpoint-2")),
+    )
+    for got, *_ in results:
+        assert largest_difference(back(got), weights(whole.model)) < 1e-5
+
+
+def test_a_refusal_in_the_main_process_ends_all_of_them(tmp_path):
+    trainer_of(tmp_path).train()
+
+    def work(rank: int) -> str:
+        with pytest.raises(ValueError, match="already holds") as refusal:
+            trainer_of(tmp_path).train()
+        return str(refusal.value)
+
+    assert len(set(in_processes(2, work))) == 1
+
+
+def test_models_that_differ_at_the_start_become_the_main_process_s(tmp_path):
+    def work(rank: int) -> Any:
+        trainer = trainer_of(tmp_path, tiny_vit(seed=rank), max_steps=1)
+        trainer.train()
+        return plain(weights(trainer.model))
+
+    results = in_processes(2, work)
+    assert largest_difference(back(results[0]), back(results[1])) == 0
+
+
+def test_images_are_split_and_none_is_used_twice(tmp_path):
+    # Cases 49, 50, 56: the union over processes is the one global draw.
+    class Recording(Images):
+        used: list[int]
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            self.used.append(row)
+            return super().__getitem__(row)
+
+    def work(rank: int) -> list[int]:
+        data = Recording()
+        data.used = []
+        trainer = trainer_of(tmp_path, train_dataset=data, max_steps=3)
+        data.used.clear()
+        trainer.train()
+        return data.used[1:]  # the first is the template of the check before the run
+
+    used = in_processes(2, work)
+    expected = np.concatenate(draws(3, 8))
+    assert sorted(used[0] + used[1]) == sorted(expected.tolist())
