@@ -448,10 +448,12 @@ def test_gradients_are_read_only(build, dtype):
     assert all(torch.equal(p.grad, grad) for p, grad in zip(params, before, strict=True))
 
 
+@pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_momentum_buffer_is_the_average_that_it_is_said_to_be(dtype):
+def test_the_momentum_buffer_is_the_average_that_it_is_said_to_be(dtype, nesterov):
+    """Without nesterov it is the buffer itself that is orthogonalised."""
     (p,) = [nn.Parameter(torch.zeros(4, 6, dtype=dtype))]
-    optimizer = DPMuon([p], lr=0.1, momentum=0.5)
+    optimizer = DPMuon([p], lr=0.1, momentum=0.5, nesterov=nesterov)
     M = torch.zeros(4, 6, dtype=dtype)
     for step in range(3):
         set_gradients([p], seed=step)
