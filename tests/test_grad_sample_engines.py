@@ -401,6 +401,22 @@ def test_autograd_computes_no_weight_gradient(engine_class: Engine) -> None:
     assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
 
 
+@all_engines
+def test_each_parameter_may_have_weights_of_its_own(engine_class: Engine) -> None:
+    """As clipping per layer needs them."""
+    model = tiny_vit().train()
+    images, labels = random_batch(3)
+    expected = loop_of_one(model, images, labels)
+    engine = engine_class(model)
+    backward(engine, images, labels)
+    weights = {name: torch.randn(3) for name in engine.per_sample_norms()}
+    into = {name: torch.zeros_like(p) for name, p in trainable(model).items()}
+    engine.add_weighted_sum(weights, into=into)
+    for name, rows in expected.items():
+        wanted = torch.tensordot(weights[name], rows, 1)
+        torch.testing.assert_close(into[name], wanted, rtol=1e-4, atol=1e-4, msg=name)
+
+
 @intercepting
 def test_plain_and_engine_give_the_same_sum(engine_class: Engine) -> None:
     """Weights of one: the gradient of the batch, under dropout and drop-path."""
