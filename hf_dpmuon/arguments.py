@@ -185,6 +185,12 @@ class DPTrainingArguments(TrainingArguments):
         default=0.01,
         metadata={"help": "Under muon, muon_s: of all that is not orthogonalised (DP-SGD)."},
     )
+    sgd_momentum: float | None = field(
+        default=None,
+        metadata={
+            "help": "Of DP-SGD steps; 0.9 if unset, and 0 behind a filter, which is momentum too."
+        },
+    )
     orthogonalize_head: bool = field(
         default=True,
         metadata={"help": "Under muon, muon_s: whether the classifier's matrix is, too."},
@@ -326,6 +332,10 @@ class DPTrainingArguments(TrainingArguments):
         )
         if self.learning_rate is None:
             self.learning_rate = LEARNING_RATES[self.dp_optimizer]
+        if self.sgd_momentum is None:
+            self.sgd_momentum = 0.9 if self.dp_filter == "none" else 0.0
+        if not 0 <= self.sgd_momentum < 1:
+            raise ValueError(f"sgd_momentum={self.sgd_momentum} must be in [0, 1).")
         if self.ns_steps < 1:
             raise ValueError(f"ns_steps={self.ns_steps} must be >= 1.")
         evaluations = self.build_filter([]).evaluations

@@ -610,6 +610,7 @@ def create_optimizer(
     learning_rate: float,
     vector_learning_rate: float,
     weight_decay: float = 0.0,
+    sgd_momentum: float = 0.9,
     orthogonalize_head: bool = True,
     orthogonalize_patch_embedding: bool = True,
     spectral_map: str = "newton_schulz",
@@ -624,10 +625,11 @@ def create_optimizer(
     Args:
         model: The classifier.
         dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
-            with momentum .9 on the rest.
+            on the rest.
         learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise.
         vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
         weight_decay: Of matrices only.
+        sgd_momentum: Of DP-SGD steps, in [0, 1).
         orthogonalize_head: Whether the classifier's matrix is one of them (the paper's is).
         orthogonalize_patch_embedding: The same for the patch embedding.
         spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
@@ -674,7 +676,12 @@ def create_optimizer(
     decayed: list[dict[str, Any]]
     if spectral:
         decayed = [{"params": matrices}, {"params": fused, "blocks": 3}]
-        rest = {"params": vectors, "rule": "sgd", "lr": vector_learning_rate, "momentum": 0.9}
+        rest = {
+            "params": vectors,
+            "rule": "sgd",
+            "lr": vector_learning_rate,
+            "momentum": sgd_momentum,
+        }
     else:
         decayed, rest = [{"params": matrices + fused}], {"params": vectors}
     groups = [{**group, "weight_decay": weight_decay} for group in decayed]
@@ -686,7 +693,7 @@ def create_optimizer(
     optimizer: torch.optim.Optimizer
     match dp_optimizer:
         case "sgd":
-            optimizer = DPSGD(groups, lr=learning_rate)
+            optimizer = DPSGD(groups, lr=learning_rate, momentum=sgd_momentum)
         case "adam":
             optimizer = DPAdam(groups, lr=learning_rate, noise=correction)
         case "muon_s":

@@ -332,12 +332,14 @@ class DPTrainer(Trainer):
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
             assert self.args.learning_rate is not None
+            assert self.args.sgd_momentum is not None
             self.optimizer = create_optimizer(
                 self.model,
                 dp_optimizer=self.args.dp_optimizer,
                 learning_rate=self.args.learning_rate,
                 vector_learning_rate=self.args.vector_learning_rate,
                 weight_decay=self.args.weight_decay,
+                sgd_momentum=self.args.sgd_momentum,
                 orthogonalize_head=self.args.orthogonalize_head,
                 orthogonalize_patch_embedding=self.args.orthogonalize_patch_embedding,
                 spectral_map=self.args.spectral_map,

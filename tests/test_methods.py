@@ -65,7 +65,9 @@ def is_matrix(name: str, p: Tensor) -> bool:
     return p.ndim >= 2 and "cls_token" not in name and "position_embeddings" not in name
 
 
-def step_by_hand(model: nn.Module, dp_optimizer: str, lr: float) -> Callable[[int, list], None]:
+def step_by_hand(
+    model: nn.Module, dp_optimizer: str, lr: float, sgd_momentum: float
+) -> Callable[[int, list], None]:
     """The optimizer's step in plain code, or torch's own."""
     named = dict(model.named_parameters())
     buffers = {name: torch.zeros_like(p) for name, p in named.items()}
@@ -90,7 +92,7 @@ def step_by_hand(model: nn.Module, dp_optimizer: str, lr: float) -> Callable[[in
                 factor = math.sqrt(max(1, M.shape[0] / M.shape[1]))
                 update = factor * spectral_norm(M) * newton_schulz(M)
             else:
-                update = buffers[name] = 0.9 * buffers[name] + g
+                update = buffers[name] = sgd_momentum * buffers[name] + g
             with torch.no_grad():
                 p -= lr * update.view_as(p)
 
@@ -111,7 +113,7 @@ def train_by_hand(
         N, sample_rate=BATCH / N, generator=secret_generator(7, stream="sampling")
     )
     noise = secret_generator(7, stream="noise")
-    optimizer_step = step_by_hand(model, dp_optimizer, lr)
+    optimizer_step = step_by_hand(model, dp_optimizer, lr, 0.9 if dp_filter == "none" else 0.0)
     x_before: list[Tensor] | None = None
     filtered: list[Tensor] = []
     for t in range(1, steps + 1):
@@ -266,6 +268,7 @@ def test_dropout_is_the_same_at_every_query_point(tmp_path):
         ({"dp_filter": "disk", "disk_kappa": 1.5}, r"kappa=1.5 must be in \(0, 1\]"),
         ({"dp_filter": "disk", "disk_gamma": -1.0}, r"gamma=-1.0 must be a finite number > 0"),
         ({"ns_coefficients": "x"}, r"ns_coefficients='x' must be one of keller"),
+        ({"sgd_momentum": 1.0}, r"sgd_momentum=1.0 must be in \[0, 1\)"),
         ({"ns_steps": 0}, r"ns_steps=0 must be >= 1"),
         ({"adjust_lr": "x"}, r"adjust_lr='x' must be one of None, paper"),
         ({"spectral_map": "x"}, r"spectral_map='x' must be one of hard_threshold"),
