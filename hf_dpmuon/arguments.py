@@ -281,6 +281,7 @@ class DPTrainingArguments(TrainingArguments):
             self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
         self._check_privacy()
         self._check_training_loop()
+        self._check_launcher()
         super().__post_init__()  # type: ignore[no-untyped-call]
         if name_folder:  # clocks of several processes may differ
             (self.output_dir,) = broadcast_object_list([self.output_dir])
@@ -422,6 +423,30 @@ class DPTrainingArguments(TrainingArguments):
                 "has no effect here; choose dp_optimizer",
             ),
             "optim_args": (self.optim_args is not None, "has no effect here; choose dp_optimizer"),
+            "optim_target_modules": (
+                self.optim_target_modules is not None,
+                "has no effect here; choose dp_optimizer",
+            ),
+            "data_seed": (
+                self.data_seed is not None,
+                "has no effect: samples are drawn from the system's entropy; leave it unset",
+            ),
+            "dataloader_drop_last": (
+                self.dataloader_drop_last,
+                "does not fit Poisson sampling; leave it off",
+            ),
+            "label_names": (
+                self.label_names is not None,
+                "has no effect: the label of a row is 'labels'; leave it unset",
+            ),
+            "skip_memory_metrics": (
+                not self.skip_memory_metrics,
+                "would log memory, which depends on the size of private batches; leave it on",
+            ),
+            "accelerator_config": (
+                "num_steps" in str(self.accelerator_config),
+                "must not accumulate gradients; set logical_batch_size",
+            ),
             "include_num_input_tokens_seen": (
                 self.include_num_input_tokens_seen not in ("no", False),
                 "would log the size of private batches; leave it 'no'",
@@ -464,6 +489,23 @@ class DPTrainingArguments(TrainingArguments):
                     "is public data, or leave it off."
                 )
 
+    def _check_launcher(self) -> None:
+        for variable, sharding in (
+            ("ACCELERATE_USE_FSDP", "FSDP"),
+            ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+            ("ACCELERATE_USE_PARALLELISM_CONFIG", "it"),
+        ):
+            if os.environ.get(variable, "false").lower() in ("1", "true"):
+                raise ValueError(
+                    f"{variable}={os.environ[variable]!r}: {sharding} shards gradients before "
+                    "they are clipped; launch with --multi_gpu, one process a device."
+                )
+        if os.environ.get("WANDB_WATCH", "false") not in ("false", "parameters"):
+            raise ValueError(
+                f"WANDB_WATCH={os.environ['WANDB_WATCH']!r} would upload gradients that are not "
+                "private; unset it."
+            )
+
     def _check_resolved(self) -> None:
         if self.n_gpu > 1:
             raise ValueError(
@@ -474,15 +516,6 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r} is not supported; use bf16."
             )
-        for variable, sharding in (
-            ("ACCELERATE_USE_FSDP", "FSDP"),
-            ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
-        ):
-            if os.environ.get(variable, "false").lower() in ("1", "true"):
-                raise ValueError(
-                    f"{variable}={os.environ[variable]!r}: {sharding} shards gradients before "
-                    "they are clipped; launch with --multi_gpu, one process a device."
-                )
 
 
 def parse_arguments(

@@ -4,12 +4,17 @@ Receives per-sample gradients from the engine in ``grad_sample``, one physical b
 returns, once per logical batch, the private mean gradient in every ``p.grad`` and the event that
 the ledger records. This is the only room that draws noise.
 
+Noise is keyed, not streamed: by a secret, by the step and scale, and by the very sum that it is
+added to. A run that takes a step again on the same sum makes the same release again, which tells
+nothing new; on any other sum (another setting, another rounding, a copied folder) the noise is
+another, so that no two releases can be subtracted to leave raw sums.
+
 Guarantees:
     With noise multiplier sigma and norm bound C, adding or removing one sample changes the clipped
     sum by at most C in Euclidean norm over *all* trainable parameters together, and the release is
     that sum plus N(0, sigma^2 C^2 I), divided by a number that does not depend on the draw.
     Norms, factors, sums and noise are float32 whatever the compute type. With several processes
-    each sums its own share of the draw; one of them adds the noise, and all end with the same bits.
+    each sums its own share of the draw, and all add the same noise to the sum of the shares.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor, distributed
 
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.sampling import secret_generator
+from hf_dpmuon.sampling import keyed_generator
 
 __all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
 
@@ -105,8 +110,9 @@ class GaussianMechanism:
         max_grad_norm: C > 0.
         sample_rate: q in (0, 1].
         num_units: N, the number of privacy units; the sum is divided by q N.
-        generator: Secret generator of the noise; None in every process but one, which adds the
-            noise to its own share of the sum before the shares are added up.
+        noise_key: Secret bytes, the same in every process.
+        fixed_noise: Tests only: noise that depends on key and step alone, so that runs that differ
+            by rounding can be compared. Such a run carries no guarantee.
         clipping: How a sample's gradient is bounded; see ``clip_factors``.
         loss_scale: Factor of the loss that was backpropagated, > 0; undone before clipping.
 
@@ -125,9 +131,10 @@ class GaussianMechanism:
         max_grad_norm: float,
         sample_rate: float,
         num_units: int,
-        generator: np.random.Generator | None,
+        noise_key: bytes,
         clipping: Clipping = "flat",
         loss_scale: float = 1.0,
+        fixed_noise: bool = False,
     ) -> None:
         if not (math.isfinite(loss_scale) and loss_scale > 0):
             raise ValueError(f"loss_scale={loss_scale} must be a finite number > 0.")
@@ -141,8 +148,6 @@ class GaussianMechanism:
             raise ValueError(f"num_units={num_units} must be >= 1.")
         if clipping not in get_args(Clipping):
             raise ValueError(f"clipping={clipping!r} must be one of {get_args(Clipping)}.")
-        if generator is None and not distributed.is_initialized():
-            raise ValueError("generator=None needs another process that adds the noise.")
         self.module = module
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
@@ -151,7 +156,8 @@ class GaussianMechanism:
         self.clipping: Clipping = clipping
         self.loss_scale = loss_scale
         self.votes = 0.0
-        self.generator = generator
+        self._noise_key = noise_key
+        self._fixed_noise = fixed_noise
         self._parameters = _trainable(module)
         self._total, self._sums = _flat_views(self._parameters)
 
@@ -195,14 +201,11 @@ class GaussianMechanism:
             self.module.add_weighted_sum(weights, into=self._sums)
         self.module.discard()
 
-    def release(
-        self, *, step: int, replay: NoiseEvent | None = None, votes: float = 0.0
-    ) -> NoiseEvent:
+    def release(self, *, step: int, votes: float = 0.0) -> NoiseEvent:
         """Write the private mean gradient to every ``p.grad`` and end the logical batch.
 
         Args:
             step: Number of this logical step, from 1.
-            replay: The ledger's record of this step, where an interrupted run had drawn it before.
             votes: A public number to add up over processes in the same collective, such as 1 for
                 a request to stop; the sum is in ``self.votes``.
 
@@ -210,44 +213,45 @@ class GaussianMechanism:
             The event to record before the weights move.
 
         Guarantees:
-            Noise is drawn once, for every protected parameter, also for an empty batch. Noise that
-            ``replay`` used for another sum is never used again: unless the release is the same to
-            the bit, noise is drawn afresh from the operating system's entropy.
+            Noise is drawn once, for every protected parameter, also for an empty batch. Equal
+            noise on unequal sums does not occur.
         """
         self._check_trainable_set()
-        digest = self._privatise(votes)
-        if replay is not None and replay.digest != digest:  # the same in every process
-            if self.generator is not None:
-                self.generator = secret_generator()
-            digest = self._privatise(votes)
+        self._total[-1] = votes
+        if distributed.is_initialized():
+            distributed.all_reduce(self._total)  # the one collective of a step
+        self.votes = self._total[-1].item()
+        private, gradients = _flat_views(self._parameters)
+        generator = self._noise_generator(step)
+        for gradient in gradients.values():
+            noise = generator.standard_normal(tuple(gradient.shape), dtype=np.float32)
+            gradient.copy_(torch.from_numpy(noise))
+        scale = self.noise_multiplier * self.max_grad_norm
+        private.mul_(scale).add_(self._total).div_(self.expected_batch_size)
         self._total.zero_()
+        for name, parameter in self._parameters.items():
+            parameter.grad = gradients[name].to(parameter.dtype)
         return NoiseEvent(
             step=step,
             noise_multiplier=self.noise_multiplier,
             sample_rate=self.sample_rate,
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipping,
-            digest=digest,
+            digest=hashlib.sha256(_bytes_of(private[:-1])).hexdigest(),
         )
 
-    def _privatise(self, votes: float) -> str:
-        shared, gradients = _flat_views(self._parameters)
-        if self.generator is not None:
-            scale = self.noise_multiplier * self.max_grad_norm
-            for gradient in gradients.values():
-                noise = self.generator.standard_normal(tuple(gradient.shape), dtype=np.float32)
-                gradient.copy_(torch.from_numpy(noise)).mul_(scale)
-        shared.add_(self._total)
-        shared[-1] = votes
-        if distributed.is_initialized():
-            distributed.all_reduce(shared)  # the one collective of a step
-        self.votes = shared[-1].item()
-        private = shared[:-1].div_(self.expected_batch_size)
-        for name, parameter in self._parameters.items():
-            parameter.grad = gradients[name].to(parameter.dtype)
-        return hashlib.sha256(private.cpu().numpy().tobytes()).hexdigest()
+    def _noise_generator(self, step: int) -> np.random.Generator:
+        use = f"{step} {self.noise_multiplier} {self.max_grad_norm} {self.expected_batch_size}"
+        total = b"" if self._fixed_noise else _bytes_of(self._total[:-1])
+        return keyed_generator(self._noise_key, use.encode(), total)
 
     def _check_trainable_set(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"{name} has a backward hook, which would see gradients that are not private; "
+                    "remove it (WANDB_WATCH sets such hooks)."
+                )
         now = _trainable(self.module)
         if {name: id(p) for name, p in now.items()} == {
             name: id(p) for name, p in self._parameters.items()
@@ -270,6 +274,11 @@ def _flat_views(
     flat = torch.zeros(sum(sizes) + 1, dtype=torch.float32, device=device)
     views = zip(parameters.items(), torch.split(flat[:-1], sizes), strict=True)
     return flat, {name: view.view(p.shape) for (name, p), view in views}
+
+
+def _bytes_of(vector: Tensor) -> bytes:
+    data: bytes = vector.cpu().numpy().tobytes()
+    return data
 
 
 def _trainable(module: PerSampleEngine) -> dict[str, torch.nn.Parameter]:

@@ -89,8 +89,8 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
 def build_model_card(
     report: PrivacyReport,
     *,
-    base_model: str,
-    dataset: str,
+    base_model: str | None,
+    dataset: str | None,
     label_names: Sequence[str],
     recipe: Mapping[str, Any],
     metrics: Mapping[str, float],
@@ -99,8 +99,8 @@ def build_model_card(
 
     Args:
         report: From ``privacy_report``.
-        base_model: Name of the pretrained model.
-        dataset: Name of the private data set.
+        base_model: Public name of the pretrained model, or None for a local one.
+        dataset: Public name of the private data set, or None for a local one.
         label_names: The classes.
         recipe: Public training settings, without seeds.
         metrics: Evaluation metrics; the card says that the guarantee does not cover them.
@@ -117,7 +117,7 @@ def build_model_card(
         "",
         "# Privately fine-tuned image classifier",
         "",
-        f"Base model `{base_model}`, all trainable parameters fine-tuned on `{dataset}` "
+        f"Base model: {_quoted(base_model, 'model')}; fine-tuned on {_quoted(dataset, 'data set')} "
         f"({len(label_names)} classes: {', '.join(label_names)}).",
         "",
         "## Privacy",
@@ -157,6 +157,10 @@ def build_model_card(
         "",
     ]
     return "\n".join(lines)
+
+
+def _quoted(name: str | None, kind: str) -> str:
+    return f"a local {kind}" if name is None else f"`{name}`"
 
 
 def _privacy_statement(report: PrivacyReport) -> list[str]:

@@ -162,9 +162,7 @@ def _load_transformers(
             raise ValueError(f"it is a timm model: name it timm/{name}")
         if "num_channels" not in config.to_dict():
             raise ValueError(f"models of type {config.model_type} are not supported: use a ViT")
-        processor = AutoImageProcessor.from_pretrained(
-            name, revision=revision
-        )
+        processor = AutoImageProcessor.from_pretrained(name, revision=revision)
         stored_names = tuple(config.id2label[label] for label in range(config.num_labels))
         stored_dtype = config.dtype
         config.id2label = dict(enumerate(label_names))

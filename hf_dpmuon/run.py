@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_FILE = "privacy_ledger.jsonl"
 STATE_FILE = "privacy_state.json"
+OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class PrivateRun:
     Attributes:
         plan: What the accountant assumes.
         ledger: The ledger, in the main process once ``open`` was called; None elsewhere.
-        noise_generator: In the main process, which alone adds noise; None elsewhere.
+        noise_key: Secret key of the noise, the same in every process.
         sampling_generator: In the same state in every process.
         remaining: How many more draws the budget allows.
     """
@@ -136,12 +137,17 @@ class PrivateRun:
             num_units=num_units,
         )
         self._replays: dict[int, NoiseEvent] = {}
-        self.noise_generator: np.random.Generator | None = (
-            secret_generator(args.noise_seed, stream="noise") if self._is_main else None
-        )
         self.sampling_generator = secret_generator(args.noise_seed, stream="sampling")
-        shared = self._from_main(lambda: generator_state(self.sampling_generator))
-        restore_generator(self.sampling_generator, shared)
+        self.noise_key = (
+            secrets.token_bytes(32)
+            if args.noise_seed is None
+            else args.noise_seed.to_bytes(32, "big")
+        )
+        self.noise_key, sampling = self._from_main(self._secrets)
+        restore_generator(self.sampling_generator, sampling)
+
+    def _secrets(self) -> tuple[bytes, dict[str, Any]]:
+        return self.noise_key, generator_state(self.sampling_generator)
 
     # ---- budget ----
 
@@ -153,9 +159,23 @@ class PrivateRun:
         """Whether the budget allows this step, or its draw was already counted."""
         return self.remaining > 0 or step in self._replays
 
-    def replay(self, step: int) -> NoiseEvent | None:
-        """The record of a step that an interrupted run drew after the resumed checkpoint."""
-        return self._replays.get(step)
+    def is_replay(self, event: NoiseEvent) -> bool:
+        """Whether an interrupted run made this very release after the resumed checkpoint."""
+        return self._replays.get(event.step) == event
+
+    def departs(self, event: NoiseEvent) -> bool:
+        """Whether the run no longer repeats what an interrupted run did at this step.
+
+        Its draw is then one that was recorded with another sum. Two releases on one draw are not
+        two independent draws, as which they would be counted: the caller must drop the draw.
+        """
+        return event.step in self._replays and not self.is_replay(event)
+
+    def draw_afresh(self) -> dict[str, Any]:
+        """Forget what an interrupted run did; return a new state for the sampling generator."""
+        self._replays = {}
+        state: dict[str, Any] = self._from_main(lambda: generator_state(secret_generator()))
+        return state
 
     def record(self, event: NoiseEvent) -> None:
         """Put a draw of noise on the disk, before the weights move.
@@ -163,7 +183,7 @@ class PrivateRun:
         Raises:
             RuntimeError: If it is a new draw and the budget is spent; nothing is recorded.
         """
-        if self._replays.get(event.step) == event:
+        if self.is_replay(event):
             return
         if self.remaining <= 0:
             raise RuntimeError("the privacy budget is spent; no further step may be taken.")
@@ -182,7 +202,8 @@ class PrivateRun:
         """
         self._replays = {}
         if checkpoint is not None:
-            sampling, self._replays = self._from_main(lambda: self._restore(checkpoint))
+            restored = self._from_main(lambda: self._restore(checkpoint))
+            sampling, self.noise_key, self._replays = restored
             restore_generator(self.sampling_generator, sampling)
         elif self.ledger is None:
             self._from_main(self._check_folder_is_new)
@@ -218,13 +239,13 @@ class PrivateRun:
                 "--resume_from_checkpoint to go on with that run, or choose another output_dir."
             )
 
-    def _restore(self, checkpoint: Path) -> tuple[dict[str, Any], dict[int, NoiseEvent]]:
+    def _restore(self, checkpoint: Path) -> tuple[dict[str, Any], bytes, dict[int, NoiseEvent]]:
         """Read a checkpoint in the main process; return what all processes must know of it."""
-        for name in (LEDGER_FILE, STATE_FILE):
+        for name in (LEDGER_FILE, STATE_FILE, OPTIMIZER_FILE):
             if not (checkpoint / name).is_file():
                 raise ValueError(
-                    f"checkpoint {checkpoint} has no {name}: what it spent is unknown, so it "
-                    "cannot be resumed; start again from the pretrained model."
+                    f"checkpoint {checkpoint} has no {name}, without which it cannot be resumed; "
+                    "start again from the pretrained model."
                 )
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if state["num_units"] != self.plan.num_units:
@@ -235,12 +256,12 @@ class PrivateRun:
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
         if checkpoint.resolve().parent != self.folder.resolve():
             self._adopt(at_checkpoint)
-            return state["sampling"]["generator"], {}
+            return generator_state(self.sampling_generator), self.noise_key, {}
         path = self.folder / LEDGER_FILE
         if not path.exists():
             raise ValueError(
-                f"{path} is missing: steps after {checkpoint} would go uncounted; restore it, or "
-                "start again from the pretrained model."
+                f"{path} is missing: steps after {checkpoint} would go uncounted; start again "
+                "from the pretrained model."
             )
         self.ledger = PrivacyLedger.load(path)
         if not self.ledger.extends(at_checkpoint):
@@ -248,15 +269,17 @@ class PrivateRun:
                 f"{path} does not continue the ledger of {checkpoint}; one of them belongs to "
                 "another run or was changed."
             )
-        assert self.noise_generator is not None
-        restore_generator(self.noise_generator, state["noise"])
         later = self.ledger.events[len(at_checkpoint) :]
-        return state["sampling"]["generator"], {event.step: event for event in later}
+        return (
+            state["sampling"]["generator"],
+            bytes.fromhex(state["noise_key"]),
+            {event.step: event for event in later},
+        )
 
     def _adopt(self, at_checkpoint: PrivacyLedger) -> None:
-        """Go on with a copy of a checkpoint's ledger in a new folder, and with fresh noise.
+        """Go on with a copy of a checkpoint's ledger in a new folder, with draws of its own.
 
-        The original run may go on elsewhere; the same noise on other sums would cancel out.
+        The original run may go on elsewhere, with the draws that the checkpoint holds.
         """
         path = self.folder / LEDGER_FILE
         if path.exists():
@@ -267,14 +290,13 @@ class PrivateRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         at_checkpoint.copy_to(path)
         self.ledger = PrivacyLedger.load(path)
-        logger.warning("Resuming in another folder: noise is drawn afresh.")
+        logger.warning("Resuming in another folder: samples and noise are drawn afresh.")
 
     def save(
         self,
         checkpoint: Path,
         *,
         step: int,
-        noise_generator: np.random.Generator,
         sampling_state: Mapping[str, Any],
     ) -> None:
         """Write into a checkpoint what ``prepare`` reads; the generators' states stay secret."""
@@ -283,7 +305,7 @@ class PrivateRun:
         state = {
             "step": step,
             "num_units": self.plan.num_units,
-            "noise": generator_state(noise_generator),
+            "noise_key": self.noise_key.hex(),
             "sampling": sampling_state,
         }
         write_json(checkpoint / STATE_FILE, state, secret=True)

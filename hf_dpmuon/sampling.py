@@ -15,6 +15,7 @@ What the guarantee leaves out: Philox is a statistical generator, not a cryptogr
 noise, that is exact sums) cannot foretell the rest.
 """
 
+import hashlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ __all__ = [
     "secret_generator",
     "generator_state",
     "restore_generator",
+    "keyed_generator",
     "PoissonSampler",
     "LogicalBatch",
     "LogicalBatchLoader",
@@ -93,6 +95,18 @@ def restore_generator(generator: np.random.Generator, state: dict[str, Any]) -> 
         "state": {name: np.array(words, dtype=np.uint64) for name, words in state["state"].items()},
         "buffer": np.array(state["buffer"], dtype=np.uint64),
     }
+
+
+def keyed_generator(*material: bytes) -> np.random.Generator:
+    """A generator whose stream is fixed by a secret key and what it is used for.
+
+    Args:
+        material: The key first, then the use. Equal material gives the equal stream, and any other
+            an independent one (SHA-256 as a pseudo-random function).
+    """
+    lengths = b"".join(len(part).to_bytes(8, "big") for part in material)
+    digest = hashlib.sha256(lengths + b"".join(material)).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
 
 
 class PoissonSampler:
@@ -323,6 +337,15 @@ class LogicalBatchLoader:
         if self._physical_batches is None:
             raise RuntimeError("the loader was closed; ask for the next logical batch first.")
         return next(self._physical_batches)
+
+    def restart(self, generator_state: dict[str, Any]) -> LogicalBatch:
+        """Forgets the draws made ahead, and goes on from another state of the generator.
+
+        Returns:
+            The first logical batch of the new stream.
+        """
+        self.load_state_dict({"generator": generator_state})
+        return self._next()
 
     def close(self) -> None:
         """Ends the workers and forgets what they fetched; the stream goes on from `state_dict`.

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast
+from accelerate.utils import DynamoBackend, broadcast
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
+    EarlyStoppingCallback,
     EvalPrediction,
     PreTrainedModel,
     ProgressCallback,
@@ -187,7 +189,8 @@ class DPTrainer(Trainer):
         compute_metrics: Evaluation metrics.
         callbacks: Further callbacks.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
-        card_facts: ``base_model``, ``dataset`` and ``label_names`` for the model card.
+        base_model: Name of the pretrained model, for the card; paths are left out.
+        dataset_name: Name of the data set, for the card; paths are left out.
 
     Raises:
         ValueError: If the model, data or arguments cannot be trained privately.
@@ -213,13 +216,18 @@ class DPTrainer(Trainer):
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = compute_accuracy,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
-        card_facts: Mapping[str, Any] | None = None,
+        base_model: str | None = None,
+        dataset_name: str | None = None,
     ) -> None:
-        for hook in ("get_train_dataloader", "_get_train_sampler"):
-            if type(self).__dict__.get(hook) and type(self) is not DPTrainer:
+        for own, used in (
+            (DPTrainer.get_train_dataloader, type(self).get_train_dataloader),
+            (DPTrainer._get_train_sampler, type(self)._get_train_sampler),
+            (DPTrainer.get_batch_samples, type(self).get_batch_samples),
+        ):
+            if own is not used:
                 raise ValueError(
-                    f"{type(self).__name__}.{hook} replaces the sampling that the accountant "
-                    "assumes; remove it, and weight classes in the loss instead."
+                    f"{type(self).__name__}.{used.__name__} replaces the sampling that the "
+                    "accountant assumes; remove it, and weight classes in the loss instead."
                 )
         if not hasattr(train_dataset, "__len__") or not hasattr(train_dataset, "__getitem__"):
             raise ValueError(
@@ -240,7 +248,8 @@ class DPTrainer(Trainer):
             )
         validate_model(module)
         self.run = PrivateRun(args, num_units=len(train_dataset), privacy_unit="example")
-        self.card_facts = dict(card_facts or {})
+        self.base_model = _public_name(base_model)
+        self.dataset_name = _public_name(dataset_name)
         self.eval_metrics: dict[str, float] = {}
         self._mechanism: GaussianMechanism | None = None
         self._batches: LogicalBatchLoader | None = None
@@ -250,7 +259,7 @@ class DPTrainer(Trainer):
         super().__init__(
             model=module,
             args=args,
-            data_collator=data_collator or collate,
+            data_collator=RowWise(data_collator or collate),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
@@ -258,6 +267,16 @@ class DPTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if not args.public_eval_split and self.pop_callback(EarlyStoppingCallback) is not None:
+            raise ValueError(
+                "EarlyStoppingCallback lets the evaluation split choose the released model at no "
+                "counted cost; set public_eval_split=True if that split is public data."
+            )
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(
+                "the launcher's dynamo_backend compiles the model, which bypasses the engine of "
+                "per-sample gradients; launch with --dynamo_backend no."
+            )
         self.label_names = ["labels"]
         self._filtered = [p for p in self.model.parameters() if p.requires_grad]
         self._filter = args.build_filter(self._filtered)
@@ -352,6 +371,21 @@ class DPTrainer(Trainer):
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """The schedule of the arguments; a warm-up starts at its second point, not at zero.
+
+        At a learning rate of zero a step would spend privacy and move nothing.
+        """
+        if self.lr_scheduler is not None or self.args.get_warmup_steps(num_training_steps) == 0:
+            return super().create_scheduler(num_training_steps, optimizer)
+        scheduler = super().create_scheduler(num_training_steps + 1, optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            scheduler.step()
+        return scheduler
+
     @property
     def _known_noise(self) -> KnownNoise:
         """What the accountant's plan fixes of the noise in the gradients of the optimizer."""
@@ -388,7 +422,8 @@ class DPTrainer(Trainer):
             max_grad_norm=self.args.per_sample_max_grad_norm,
             sample_rate=self.plan.sample_rate,
             num_units=self.plan.num_units,
-            generator=self.run.noise_generator,
+            noise_key=self.run.noise_key,
+            fixed_noise=self.args.noise_seed is not None,
             clipping=self.args.clipping,  # type: ignore[arg-type]
             loss_scale=self._loss_scale,
         )
@@ -428,11 +463,31 @@ class DPTrainer(Trainer):
         step = self.state.global_step + 1
         if not self.run.may_take(step):
             raise RuntimeError("the privacy budget is spent; no further step may be taken.")
+        votes = float(self._interrupt.requested)
+        loss = self._sum_draw(model, mechanism, inputs)
+        event = mechanism.release(step=step, votes=votes)
+        if self.run.departs(event):
+            assert self._batches is not None
+            logger.warning("Step %d differs from the interrupted run: drawing afresh.", step)
+            fresh = self._batches.restart(self.run.draw_afresh())
+            loss = self._sum_draw(model, mechanism, fresh)
+            event = mechanism.release(step=step, votes=votes)
+        self.run.record(event)
+        self.interrupted = mechanism.votes > 0
+        smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
+        for p, gradient in zip(self._filtered, smoothed, strict=True):
+            p.grad = gradient
+        return torch.tensor(loss, device=self.args.device)
+
+    def _sum_draw(
+        self, model: nn.Module, mechanism: GaussianMechanism, draw: LogicalBatch
+    ) -> float:
+        """Clip and sum the gradients of a draw in the mechanism; return 0, or the raw mean loss."""
         model.train()
         mechanism.begin()
         loss_sum, rows = 0.0, 0
         points = self._filter.query_points()
-        for physical_batch in inputs:
+        for physical_batch in draw:
             batch = self._prepare_inputs(physical_batch.inputs)
             size = len(batch["labels"])
             for point in points:
@@ -448,15 +503,7 @@ class DPTrainer(Trainer):
                         mechanism.accumulate()
             if self.args.report_nonprivate_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
-        event = mechanism.release(
-            step=step, replay=self.run.replay(step), votes=float(self._interrupt.requested)
-        )
-        self.run.record(event)
-        self.interrupted = mechanism.votes > 0
-        smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
-        for p, gradient in zip(self._filtered, smoothed, strict=True):
-            p.grad = gradient
-        return torch.tensor(loss_sum / max(rows, 1), device=self.args.device)
+        return loss_sum / max(rows, 1)
 
     def compute_loss(
         self,
@@ -681,13 +728,19 @@ class DPTrainer(Trainer):
         card = self._card(model_card.privacy_report(self.ledger))
         (self.run.folder / CARD_FILE).write_text(card, encoding="utf-8")
 
+    def _label_names(self) -> tuple[str, ...]:
+        if self._loaded is not None:
+            return self._loaded.label_names
+        assert isinstance(self.model, PreTrainedModel)
+        return tuple(str(name) for name in (self.model.config.id2label or {}).values())
+
     def _card(self, report: model_card.PrivacyReport) -> str:
         args = self.args
         return model_card.build_model_card(
             report,
-            base_model=self.card_facts.get("base_model", "unnamed"),
-            dataset=self.card_facts.get("dataset", "unnamed"),
-            label_names=self.card_facts.get("label_names", ()),
+            base_model=self.base_model,
+            dataset=self.dataset_name,
+            label_names=self._label_names(),
             recipe={
                 "method": f"{FILTER_NAMES[args.dp_filter]}-{OPTIMIZER_NAMES[args.dp_optimizer]}",
                 "learning rate": args.learning_rate,
@@ -735,17 +788,13 @@ class DPTrainer(Trainer):
 
     def _complete_checkpoint(self, folder: Path) -> None:
         """Add what the base class does not know of."""
-        assert self._mechanism is not None
         assert self._batches is not None
-        noise_generator = self._mechanism.generator
-        assert noise_generator is not None, "the process that saves is the one that adds noise"
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         if self.args.dp_filter != "none":
             torch.save(self._filter.state_dict(), folder / FILTER_FILE)
         self.run.save(
             folder,
             step=self.state.global_step,
-            noise_generator=noise_generator,
             sampling_state=self._batches.state_dict(),
         )
 
@@ -767,6 +816,27 @@ def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         name: torch.stack([torch.as_tensor(example[name]) for example in examples])
         for name in ("pixel_values", "labels")
     }
+
+
+class RowWise:
+    """A collator that sees one row at a time, so that none can mix rows (MixUp, CutMix, padding).
+
+    Args:
+        collator: Makes a batch of a list of rows; here always of one row.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], Mapping[str, Tensor]]) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
+        """Concatenate the batches of one."""
+        batches = [self.collator([row]) for row in rows]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def _public_name(name: str | None) -> str | None:
+    """A name that may stand in a card: of the Hub, timm or this package, but no path."""
+    return None if name is None or os.path.exists(name) or os.path.isabs(name) else name
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

@@ -85,17 +85,16 @@ def finetune(
         args,
         train_dataset=train_examples,
         eval_dataset=eval_examples,
-        card_facts={
-            "base_model": model_args.model_name_or_path,
-            "dataset": data_args.dataset_name,
-            "label_names": splits.label_names,
-        },
+        base_model=model_args.model_name_or_path,
+        dataset_name=data_args.dataset_name,
     )
     logger.info("Privacy plan: %s", trainer.plan)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     say = print if trainer.is_world_process_zero() else logger.debug
     if trainer.interrupted:
-        say(f"interrupted    go on with --output_dir {args.output_dir} --resume_from_checkpoint True")
+        say(
+            f"interrupted    go on with --output_dir {args.output_dir} --resume_from_checkpoint True"
+        )
         return
     metrics = trainer.evaluate() if eval_examples is not None else {}
     trainer.save_model()

@@ -143,3 +143,12 @@ TINY_MODELS: dict[str, Callable[..., nn.Module]] = {
     "dinov2": tiny_dinov2,
     "timm_vit": tiny_timm_vit,
 }
+
+
+def fixed_noise(seed: int, *, step: int, sigma: float, bound: float, batch: float) -> object:
+    """The generator of a step's noise in a run with ``noise_seed``."""
+    from hf_dpmuon.sampling import keyed_generator
+
+    return keyed_generator(
+        seed.to_bytes(32, "big"), f"{step} {sigma} {bound} {batch}".encode(), b""
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import HooksGradSampleModule
 from hf_dpmuon.mechanism import GaussianMechanism, NoiseEvent, clip_factors
-from hf_dpmuon.sampling import secret_generator
+from hf_dpmuon.sampling import keyed_generator
 
 CLIPPING = ["flat", "per_layer", "automatic"]
 
@@ -34,7 +35,7 @@ def mechanism_of(
         max_grad_norm=C,
         sample_rate=q,
         num_units=N,
-        generator=kwargs.pop("generator", secret_generator(0)),
+        noise_key=kwargs.pop("noise_key", b"key"),
         **kwargs,
     )
 
@@ -134,7 +135,7 @@ def test_release_equals_a_loop_of_batches_of_one(clipping):
 
 def test_release_equals_opacus_dp_optimizer_on_the_same_gradients_and_noise():
     model, x = two_tensors(), torch.randn(6, 4)
-    mechanism = mechanism_of(model, sigma=1.3, C=0.8, q=0.5, N=8, generator=secret_generator(3))
+    mechanism = mechanism_of(model, sigma=1.3, C=0.8, q=0.5, N=8, noise_key=b"3", fixed_noise=True)
     backward(mechanism, x)
     samples = [p.grad_sample.clone() for p in model.parameters()]
     mechanism.accumulate()
@@ -150,7 +151,7 @@ def test_release_equals_opacus_dp_optimizer_on_the_same_gradients_and_noise():
     for p, sample in zip(model.parameters(), samples, strict=True):
         p.grad_sample = sample
     reference.pre_step()
-    noise = secret_generator(3)
+    noise = keyed_generator(b"3", b"1 1.3 0.8 4.0", b"")
     for p, mine in zip(model.parameters(), ours, strict=True):
         drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
         assert torch.allclose(mine, p.grad + 1.3 * 0.8 * drawn / 4, rtol=1e-4, atol=1e-6)
@@ -159,7 +160,7 @@ def test_release_equals_opacus_dp_optimizer_on_the_same_gradients_and_noise():
 def test_noise_has_the_claimed_scale_and_not_two_thirds_or_three_halves_of_it():
     model = nn.Linear(400, 300)  # 120,300 entries
     sigma, C, q, N = 1.7, 0.3, 0.25, 40
-    mechanism = mechanism_of(model, sigma=sigma, C=C, q=q, N=N, generator=secret_generator(11))
+    mechanism = mechanism_of(model, sigma=sigma, C=C, q=q, N=N, noise_key=b"11")
     mechanism.release(step=1)
     entries = torch.cat([p.grad.flatten() for p in model.parameters()]).double().numpy() * q * N
     assert abs(entries.std() / (sigma * C) - 1) < 0.02
@@ -172,7 +173,7 @@ def test_noise_is_drawn_once_however_many_physical_batches_there_are():
     # Cases 43, 44: zero gradients, B = 64, so the release is noise of std 1/64 for any split.
     for pieces in (0, 1, 4):
         model = nn.Linear(300, 300, bias=False)
-        mechanism = mechanism_of(model, sigma=1.0, q=0.5, N=128, generator=secret_generator(5))
+        mechanism = mechanism_of(model, sigma=1.0, q=0.5, N=128, noise_key=b"5")
         for _ in range(pieces):
             backward(mechanism, torch.zeros(3, 300))
             mechanism.accumulate()
@@ -182,7 +183,7 @@ def test_noise_is_drawn_once_however_many_physical_batches_there_are():
 
 def test_noise_is_independent_across_steps_and_parameters():
     model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False))
-    mechanism = mechanism_of(model, sigma=1.0, q=1.0, N=1, generator=secret_generator(6))
+    mechanism = mechanism_of(model, sigma=1.0, q=1.0, N=1, noise_key=b"6")
     draws = []
     for step in (1, 2):
         mechanism.release(step=step)
@@ -222,7 +223,7 @@ def test_accumulate_leaves_no_raw_gradient():
 
 def test_a_parameter_that_was_not_reached_is_noised_all_the_same():
     model = two_tensors()
-    mechanism = mechanism_of(model, sigma=1.0, generator=secret_generator(1))
+    mechanism = mechanism_of(model, sigma=1.0, noise_key=b"1")
     mechanism.module._module[0](torch.randn(5, 4)).sum().backward()
     mechanism.accumulate()
     mechanism.release(step=1)
@@ -240,32 +241,71 @@ def test_a_changed_trainable_set_is_refused_by_name(change):
         mechanism.release(step=1)
 
 
-def event_of(mechanism: GaussianMechanism, x: Tensor, *, replay: NoiseEvent | None) -> NoiseEvent:
-    mechanism.begin()
+def release_of(x: Tensor, *, step: int = 1, **settings: Any) -> tuple[NoiseEvent, Tensor]:
+    mechanism = mechanism_of(two_tensors(), **{"sigma": 1.0, **settings})
     backward(mechanism, x)
     mechanism.accumulate()
-    return mechanism.release(step=1, replay=replay)
+    event = mechanism.release(step=step)
+    return event, torch.cat([g.flatten() for g in released(mechanism).values()])
 
 
-def test_a_replay_of_the_same_release_is_the_same_event():
+def test_the_same_step_on_the_same_sum_is_the_same_release():
     x = torch.randn(5, 4)
-    first = event_of(mechanism_of(two_tensors(), sigma=1.0), x, replay=None)
-    again = event_of(mechanism_of(two_tensors(), sigma=1.0), x, replay=first)
-    assert again == first
+    first, again = release_of(x), release_of(x)
+    assert again[0] == first[0]
+    assert torch.equal(again[1], first[1])
 
 
-def test_noise_of_an_interrupted_run_is_never_used_for_another_sum():
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": "smallest possible change"},
+        {"step": 2},
+        {"C": 0.9},
+        {"sigma": 1.1},
+        {"N": 9},
+        {"noise_key": b"other"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_noise_is_never_used_for_another_release(changed):
+    # Two releases with one noise could be subtracted to leave a raw difference of sums.
     x = torch.randn(5, 4)
+    first = release_of(x)
+    if "x" in changed:
+        changed = {}
+        x = x.clone()
+        x[0, 0] = torch.nextafter(x[0, 0], torch.tensor(torch.inf)) + 1e-6
+    second = release_of(x, **changed)
+    assert second[0].digest != first[0].digest
+    # The noises have standard deviation 1/4 in each of 23 entries; raw sums differ by far less
+    # than independent noises do, and the noise left over is not the scaled old one.
+    difference = second[1] - first[1]
+    assert float(difference.norm()) > 0.25 * math.sqrt(2 * 23) / 2
+    assert abs(float(torch.corrcoef(torch.stack([first[1], second[1]]))[0, 1])) < 0.8
+
+
+def test_a_backward_hook_that_could_see_raw_gradients_is_refused():
     model = two_tensors()
-    first = event_of(mechanism_of(model, sigma=1.0), x, replay=None)
-    before = {n: p.grad.clone() for n, p in model.named_parameters()}
-    changed = two_tensors()
-    event = event_of(mechanism_of(changed, sigma=1.0), 2 * x, replay=first)
-    assert event.digest != first.digest
-    # With the old noise the difference of the releases would be a raw difference of sums, whose
-    # entries are bounded by 2 C / (q N); with fresh noise it is noise again.
-    difference = torch.cat([(p.grad - before[n]).flatten() for n, p in changed.named_parameters()])
-    assert float(difference.norm()) > 2 / 4
+    mechanism = mechanism_of(model)
+    handle = model[0].weight.register_hook(lambda gradient: None)
+    with pytest.raises(RuntimeError, match=r"0\.weight has a backward hook"):
+        mechanism.begin()
+    handle.remove()
+    mechanism.begin()
+
+
+def test_loss_scale_is_undone_before_clipping():
+    # Cases 61, 62.
+    x, releases = torch.randn(5, 4), []
+    for scale in (1.0, 65536.0):
+        mechanism = mechanism_of(two_tensors(), loss_scale=scale, C=0.5)
+        (mechanism.module(x).square().sum() * scale).backward()
+        mechanism.accumulate()
+        mechanism.release(step=1)
+        releases.append(released(mechanism))
+    for name in releases[0]:
+        assert torch.allclose(releases[0][name], releases[1][name], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(

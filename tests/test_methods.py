@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import tiny_vit
+from conftest import fixed_noise, tiny_vit
 from test_trainer import Images, N, largest_difference, trainer_of, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -112,7 +112,6 @@ def train_by_hand(
     sampler = PoissonSampler(
         N, sample_rate=BATCH / N, generator=secret_generator(7, stream="sampling")
     )
-    noise = secret_generator(7, stream="noise")
     optimizer_step = step_by_hand(model, dp_optimizer, lr, 0.9 if dp_filter == "none" else 0.0)
     x_before: list[Tensor] | None = None
     filtered: list[Tensor] = []
@@ -128,6 +127,7 @@ def train_by_hand(
         sampler.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)  # augmentation
         sums = clipped_sum(model, rows, points, bound)
         release = []
+        noise = fixed_noise(7, step=t, sigma=1.0, bound=bound, batch=float(BATCH))
         for p, total in zip(model.parameters(), sums, strict=True):
             drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
             release.append((total + bound * drawn) / BATCH)

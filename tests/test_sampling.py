@@ -83,10 +83,10 @@ def test_noise_and_sampling_streams_of_one_seed_are_independent():
 def test_global_seeds_do_not_matter_and_global_generators_are_not_touched():
     outcomes = []
     for seed in (1, 2):
-        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)  # noqa: NPY002
-        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
         outcomes.append(keys_of(loader()))
-        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+        after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
         assert before[:2] == after[:2]
         assert torch.equal(before[2], after[2])
     assert outcomes[0] == outcomes[1]

@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import NUM_CLASSES, TINY_MODELS, tiny_dinov2, tiny_vit
+from accelerate.state import AcceleratorState
+from conftest import NUM_CLASSES, TINY_MODELS, fixed_noise, tiny_dinov2, tiny_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import AutoModelForImageClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForImageClassification,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_dpmuon.accounting import compute_epsilon
 from hf_dpmuon.arguments import DPTrainingArguments
@@ -140,7 +146,6 @@ def by_hand(
     sampler = PoissonSampler(
         N, sample_rate=batch / N, generator=secret_generator(7, stream="sampling")
     )
-    noise = secret_generator(7, stream="noise")
     buffers = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for step in range(steps):
         rows = sampler.draw()
@@ -154,6 +159,7 @@ def by_hand(
             norm = math.sqrt(sum(float(p.grad.double().norm()) ** 2 for p in model.parameters()))
             for n, p in model.named_parameters():
                 total[n] += p.grad * min(1.0, C / norm)
+        noise = fixed_noise(7, step=step + 1, sigma=sigma, bound=C, batch=float(batch))
         for n, p in model.named_parameters():
             drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
             g = (total[n] + sigma * C * drawn) / batch
@@ -289,7 +295,12 @@ def test_nothing_raw_is_left_and_the_ledger_is_written_when_the_step_returns(tmp
 def test_an_empty_draw_is_a_step_of_noise_alone(tmp_path):
     # Case 23: q N = 0.05, so all of these draws are empty with the fixed seed.
     trainer = trainer_of(
-        tmp_path, kind=Spy, logical_batch_size=1, train_dataset=Images(2000), max_steps=40
+        tmp_path,
+        kind=Spy,
+        logical_batch_size=1,
+        train_dataset=Images(2000),
+        max_steps=40,
+        warmup_steps=0,
     )
     draws = PoissonSampler(
         2000, sample_rate=1 / 2000, generator=secret_generator(7, stream="sampling")
@@ -540,28 +551,70 @@ def checkpointed(folder: Path, **settings: Any) -> Path:
     return folder / "checkpoint-2"
 
 
-def test_a_resumed_run_never_reuses_noise_for_other_sums(tmp_path):
-    checkpoint = checkpointed(tmp_path)
+class Recording(Images):
+    """Keeps which rows were asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: list[int] = []
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self.asked.append(row)
+        return super().__getitem__(row)
+
+
+def test_a_run_that_departs_from_an_interrupted_one_draws_samples_and_noise_afresh(tmp_path):
+    # Two releases on one draw of samples cost more than two on independent draws.
+    checkpointed(tmp_path, noise_seed=None)
     ledger = PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl")
     assert len(ledger) == 4
-    other = trainer_of(tmp_path, per_sample_max_grad_norm=0.5)  # step 3 sums something else
-    other.train(resume_from_checkpoint=str(checkpoint))
-    assert len(other.ledger) == 6  # both draws of steps 3 and 4 are counted
-    steps_3 = [e.digest for e in other.ledger.events if e.step == 3]
-    assert len(set(steps_3)) == 2
+    rows = []
+    for C in (1.0, 0.5):  # the second sums something else from step 3 on
+        folder = tmp_path / str(C)
+        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("1.0", "0.5"))
+        data = Recording()
+        other = trainer_of(folder, train_dataset=data, noise_seed=None, per_sample_max_grad_norm=C)
+        other.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        rows.append(data.asked)
+        if C == 1.0:
+            assert other.ledger.events == ledger.events  # the same releases: nothing to count
+        else:
+            assert len(other.ledger) == 6  # both draws of steps 3 and 4
+            assert other.ledger.guarantee
+    assert rows[0] != rows[1][: len(rows[0])]
 
 
-def test_resuming_in_another_folder_draws_fresh_noise(tmp_path):
-    checkpoint = checkpointed(tmp_path / "a")
-    trainer = trainer_of(tmp_path / "b", kind=Spy)
+def test_copies_of_a_folder_never_share_noise(tmp_path):
+    # Two copies that go on with other settings would otherwise leave raw sums when subtracted.
+    checkpointed(tmp_path / "a", noise_seed=None, max_steps=2)
+    releases = []
+    for name, C in (("b", 1.0), ("c", 0.9)):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+        trainer = trainer_of(
+            tmp_path / name, kind=Spy, noise_seed=None, max_steps=3, per_sample_max_grad_norm=C
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-2"))
+        releases.append(torch.cat([g.flatten() for g in trainer.releases[-1].values()]))
+    std = 1.0 / 8  # sigma C / (q N)
+    assert float((releases[0] - releases[1]).std()) == pytest.approx(std * 2**0.5, rel=0.1)
+
+
+def test_resuming_in_another_folder_draws_samples_and_noise_afresh(tmp_path):
+    checkpoint = checkpointed(tmp_path / "a", noise_seed=None)
+    data, other = Recording(), Recording()
+    trainer = trainer_of(tmp_path / "b", train_dataset=data, noise_seed=None)
     original = PrivacyLedger.load(tmp_path / "a" / "privacy_ledger.jsonl")
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert len(trainer.ledger) == 4
     assert trainer.ledger.events[:2] == original.events[:2]
     assert trainer.ledger.events[2].digest != original.events[2].digest
+    trainer_of(tmp_path / "a", train_dataset=other, noise_seed=None).train(
+        resume_from_checkpoint=str(checkpoint)
+    )
+    assert data.asked != other.asked
 
 
-@pytest.mark.parametrize("name", ["privacy_ledger.jsonl", "privacy_state.json"])
+@pytest.mark.parametrize("name", ["privacy_ledger.jsonl", "privacy_state.json", "optimizer.pt"])
 def test_a_checkpoint_without_its_ledger_or_state_is_refused(tmp_path, name):
     # Case 68.
     checkpoint = checkpointed(tmp_path)
@@ -752,16 +805,23 @@ def test_a_loss_that_is_no_mean_is_refused(tmp_path, mode):
     fails_to_train(trainer_of(tmp_path, kind=SummedTrainer, grad_sample_mode=mode), "batch of one")
 
 
-def test_a_collator_that_mixes_samples_is_refused(tmp_path):
+def test_a_collator_never_sees_two_rows_and_so_cannot_mix_them(tmp_path):
     def mixup(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
         x = torch.stack([row["pixel_values"] for row in rows])
         labels = torch.stack([row["labels"] for row in rows])
         return {"pixel_values": 0.7 * x + 0.3 * x.flip(0), "labels": labels}
 
-    trainer = DPTrainer(
-        tiny_vit(), arguments(tmp_path), train_dataset=Images(), data_collator=mixup
-    )
-    fails_to_train(trainer, "changes with the other samples")
+    runs = []
+    for name, collator in (("mixed", mixup), ("plain", None)):
+        trainer = DPTrainer(
+            tiny_vit(),
+            arguments(tmp_path / name),
+            train_dataset=Images(),
+            data_collator=collator,
+        )
+        trainer.train()
+        runs.append(weights(trainer.model))
+    assert largest_difference(*runs) < 1e-6
 
 
 @pytest.mark.parametrize("mode", ENGINES)
@@ -790,8 +850,12 @@ def test_custom_samplers_are_refused(tmp_path):
         def _get_train_sampler(self, *args: Any) -> Any:
             return None
 
-    with pytest.raises(ValueError, match="_get_train_sampler"):
-        trainer_of(tmp_path, kind=Weighted)
+    class Inheriting(Weighted):
+        pass
+
+    for kind in (Weighted, Inheriting):
+        with pytest.raises(ValueError, match="_get_train_sampler"):
+            trainer_of(tmp_path, kind=kind)
 
 
 def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
@@ -830,6 +894,53 @@ def test_a_stream_or_an_empty_split_is_refused(tmp_path):
         trainer_of(tmp_path, train_dataset=stream())
     with pytest.raises(ValueError, match="empty"):
         trainer_of(tmp_path, train_dataset=Images(0))
+
+
+def test_early_stopping_on_an_undeclared_split_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="EarlyStoppingCallback"):
+        trainer_of(tmp_path, callbacks=[EarlyStoppingCallback()])
+
+
+def test_a_launcher_that_compiles_is_refused(tmp_path, monkeypatch):
+    # Case 104.
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    try:
+        with pytest.raises(ValueError, match="dynamo_backend no"):
+            trainer_of(tmp_path)
+    finally:
+        AcceleratorState._reset_state()
+
+
+def test_no_path_and_no_patient_stands_in_the_card(tmp_path):
+    secret = tmp_path / "cohort_smith"
+    secret.mkdir()
+    trainer = DPTrainer(
+        tiny_vit(),
+        arguments(tmp_path / "run"),
+        train_dataset=Images(),
+        base_model=str(secret),
+        dataset_name=str(secret),
+    )
+    trainer.train()
+    trainer.save_model()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "cohort_smith" not in card
+    assert "a local data set" in card
+    assert "LABEL_0, LABEL_1, LABEL_2" in card
+
+
+def test_no_step_is_wasted_on_a_learning_rate_of_zero(tmp_path):
+    for schedule in ("cosine", "linear", "constant_with_warmup"):
+        trainer = trainer_of(
+            tmp_path / schedule, max_steps=10, warmup_steps=0.3, lr_scheduler_type=schedule
+        )
+        trainer.train()
+        rates = [e["learning_rate"] for e in trainer.state.log_history if "learning_rate" in e]
+        assert len(rates) == 10
+        assert min(rates[:-1]) > 0
+        assert rates[0] == pytest.approx(0.1 / 4)
+        assert max(rates) == pytest.approx(0.1)
 
 
 def test_pushing_and_searching_are_refused(tmp_path):
