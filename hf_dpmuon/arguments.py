@@ -255,6 +255,10 @@ class DPTrainingArguments(TrainingArguments):
     max_grad_norm: float = field(
         default=0.0, metadata={"help": "Must stay 0; see per_sample_max_grad_norm."}
     )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "Folder of a checkpoint of this run, or 'last' (in output_dir)."},
+    )
     lr_scheduler_type: SchedulerType | str = field(
         default="cosine", metadata={"help": "Learning-rate schedule over logical steps."}
     )
@@ -462,10 +466,6 @@ class DPTrainingArguments(TrainingArguments):
             "debug": (
                 bool(self.debug) and "underflow_overflow" in str(self.debug),
                 "prints raw activations of private images; leave it empty",
-            ),
-            "clipping": (
-                self.clipping == "per_layer" and self.grad_sample_mode == "ghost",
-                "would need a backward pass a layer; set grad_sample_mode='bookkeeping'",
             ),
             "noise_seed": (
                 self.noise_seed is not None and self.noise_seed < 0,

@@ -17,6 +17,7 @@ On a data set of the Hub:
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from transformers import set_seed
@@ -89,12 +90,11 @@ def finetune(
         dataset_name=data_args.dataset_name,
     )
     logger.info("Privacy plan: %s", trainer.plan)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    last = args.resume_from_checkpoint == "last"
+    trainer.train(resume_from_checkpoint=True if last else args.resume_from_checkpoint)
     say = print if trainer.is_world_process_zero() else logger.debug
     if trainer.interrupted:
-        say(
-            f"interrupted    go on with --output_dir {args.output_dir} --resume_from_checkpoint True"
-        )
+        say(f"interrupted    --output_dir {args.output_dir} --resume_from_checkpoint last goes on")
         return
     metrics = trainer.evaluate() if eval_examples is not None else {}
     trainer.save_model()
@@ -108,9 +108,10 @@ def finetune(
 def main() -> None:
     """Run from the command line; bad input ends with one sentence and exit code 2."""
     handler = logging.StreamHandler(sys.stdout)
+    is_main = os.environ.get("RANK", "0") == "0"
     for name in ("hf_dpmuon", "finetune_vit"):
         logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
         logging.getLogger(name).propagate = False
     try:
         model_args, data_args, args = parse_arguments()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,14 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 ROOT = Path(__file__).parents[1]
 
 
-def launch(*options: str) -> subprocess.CompletedProcess[str]:
+def launch(*options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    several = ["--multi_gpu"] if processes > 1 else []
     return subprocess.run(
         [
             str(Path(sys.executable).with_name("accelerate")),
             "launch",
-            "--num_processes=1",
+            *several,
+            f"--num_processes={processes}",
             "--num_machines=1",
             "--mixed_precision=no",
             "--dynamo_backend=no",
@@ -26,6 +29,7 @@ def launch(*options: str) -> subprocess.CompletedProcess[str]:
             *options,
         ],
         cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -62,6 +66,24 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
     assert not info["unexpected_keys"]
     assert model.config.id2label[3] == "3"
     assert AutoImageProcessor.from_pretrained(folder).size["height"] == 28
+
+
+def test_two_processes_train_as_one(tmp_path):
+    options = [
+        "--config=configs/quickstart.yaml",
+        "--max_steps=2",
+        "--logical_batch_size=32",
+        "--noise_seed=5",
+    ]
+    states = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        done = launch(*options, f"--output_dir={folder}", processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("test accuracy") == 1
+        states.append(AutoModelForImageClassification.from_pretrained(folder).state_dict())
+    difference = max(float((states[0][n] - states[1][n]).abs().max()) for n in states[0])
+    assert difference < 1e-5
 
 
 @pytest.mark.parametrize(
