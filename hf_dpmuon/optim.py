@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from hf_dpmuon.filters import (
     GradientFilter,
@@ -183,7 +183,8 @@ def muon_update(
     """Step of every matrix along its mapped momentum: W <- (1 - lr wd) W - lr factor map(M).
 
     Matrices of one shape go through ``direction`` as one stack, which on a CPU is cut into pieces
-    of a core's cache.
+    of a core's cache. With several processes each maps its share of the stacks, then one sum over
+    processes hands all images to all of them: every image has one owner, the others add zeros.
 
     Args:
         parameters: Of two or more dimensions; each is the matrix of its first by all others.
@@ -200,11 +201,19 @@ def muon_update(
         torch._foreach_mul_(parameters, 1 - lr * weight_decay)
     targets, M = _matrices(parameters, blocks), _matrices(buffers, blocks)
     G = _matrices([gradient.contiguous() for gradient in gradients], blocks)
-    for part in _same_shape(targets):
+    processes = distributed.get_world_size() if distributed.is_initialized() else 1
+    rank = distributed.get_rank() if processes > 1 else 0
+    shared, steps = _zeros_like(targets) if processes > 1 else (None, [])
+    for number, part in enumerate(_same_shape(targets, shares=processes)):
         momenta = momentum([G[i] for i in part], [M[i] for i in part])
+        if number % processes != rank:
+            continue
         images = direction(torch.stack(momenta) if len(part) > 1 else momenta[0][None])
         images.mul_(-lr * ADJUST_LR[adjust_lr](*images.shape[1:]))
-        torch._foreach_add_([targets[i] for i in part], list(images))
+        torch._foreach_add_([(steps or targets)[i] for i in part], list(images))
+    if shared is not None:
+        distributed.all_reduce(shared)
+        torch._foreach_add_(targets, steps)
 
 
 def _matrices(tensors: list[Tensor], blocks: int) -> list[Tensor]:
@@ -212,13 +221,23 @@ def _matrices(tensors: list[Tensor], blocks: int) -> list[Tensor]:
     return [block for t in tensors for block in t.view(len(t), -1).chunk(blocks)]
 
 
-def _same_shape(matrices: list[Tensor]) -> Iterator[list[int]]:
-    """Indices of matrices to stack: all of one shape, or fewer on a CPU."""
+def _zeros_like(matrices: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One vector of zeros, and views of it in the shapes of the matrices."""
+    sizes = [matrix.numel() for matrix in matrices]
+    flat = matrices[0].new_zeros(sum(sizes))
+    pieces = zip(torch.split(flat, sizes), matrices, strict=True)
+    return flat, [piece.view(matrix.shape) for piece, matrix in pieces]
+
+
+def _same_shape(matrices: list[Tensor], *, shares: int) -> Iterator[list[int]]:
+    """Indices of matrices to stack: all of one shape, or a share of them, or fewer on a CPU."""
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
     for shape, indices in by_shape.items():
-        size = len(indices) if matrices[0].is_cuda else max(1, CACHE_ENTRIES // shape.numel())
+        of_a_share = -(-len(indices) // shares)
+        of_a_cache = max(1, CACHE_ENTRIES // shape.numel())
+        size = of_a_share if matrices[0].is_cuda else min(of_a_share, of_a_cache)
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
 

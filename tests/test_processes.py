@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from conftest import tiny_vit
 from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
 
+from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.sampling import PoissonSampler, secret_generator
 
@@ -231,3 +232,24 @@ def test_images_are_split_and_none_is_used_twice(tmp_path):
     used = in_processes(2, work)
     expected = np.concatenate(draws(3, 8))
     assert sorted(used[0] + used[1]) == sorted(expected.tolist())
+
+
+def test_matrices_are_mapped_by_one_process_each(tmp_path, monkeypatch):
+    mapped = optim.spectral_map
+
+    def work(rank: int) -> int:
+        count = 0
+
+        def counting(stack: torch.Tensor, **settings: Any) -> torch.Tensor:
+            nonlocal count
+            count += len(stack)
+            return mapped(stack, **settings)
+
+        monkeypatch.setattr(optim, "spectral_map", counting)
+        trainer_of(tmp_path, max_steps=1).train()
+        return count
+
+    matrices = sum(p.ndim >= 2 for p in tiny_vit().parameters()) - 2  # but the tokens
+    counts = in_processes(2, work)
+    assert sum(counts) == matrices
+    assert min(counts) >= matrices // 3
