@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from hf_dpmuon.grad_sample import PerSampleEngine
@@ -222,9 +224,7 @@ class GaussianMechanism:
             distributed.all_reduce(self._total)  # the one collective of a step
         self.votes = self._total[-1].item()
         private, gradients = _flat_views(self._parameters)
-        generator = self._noise_generator(step)
-        for gradient in gradients.values():
-            noise = generator.standard_normal(tuple(gradient.shape), dtype=np.float32)
+        for gradient, noise in zip(gradients.values(), self._noise(step), strict=True):
             gradient.copy_(torch.from_numpy(noise))
         scale = self.noise_multiplier * self.max_grad_norm
         private.mul_(scale).add_(self._total).div_(self.expected_batch_size)
@@ -237,13 +237,21 @@ class GaussianMechanism:
             sample_rate=self.sample_rate,
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipping,
-            digest=hashlib.sha256(_bytes_of(private[:-1])).hexdigest(),
+            digest=_sha256(private[:-1]).hex(),
         )
 
-    def _noise_generator(self, step: int) -> np.random.Generator:
+    def _noise(self, step: int) -> Iterator[NDArray[np.float32]]:
+        """Standard normal noise for each parameter, drawn on all cores; key as in the module."""
         use = f"{step} {self.noise_multiplier} {self.max_grad_norm} {self.expected_batch_size}"
-        total = b"" if self._fixed_noise else _bytes_of(self._total[:-1])
-        return keyed_generator(self._noise_key, use.encode(), total)
+        total = b"" if self._fixed_noise else _sha256(self._total[:-1])
+
+        def draw(name: str) -> NDArray[np.float32]:
+            generator = keyed_generator(self._noise_key, use.encode(), total, name.encode())
+            shape = tuple(self._parameters[name].shape)
+            return generator.standard_normal(shape, dtype=np.float32)
+
+        with ThreadPoolExecutor() as pool:  # numpy draws outside the interpreter's lock
+            yield from pool.map(draw, self._parameters)
 
     def _check_trainable_set(self) -> None:
         for name, parameter in self._parameters.items():
@@ -276,9 +284,8 @@ def _flat_views(
     return flat, {name: view.view(p.shape) for (name, p), view in views}
 
 
-def _bytes_of(vector: Tensor) -> bytes:
-    data: bytes = vector.cpu().numpy().tobytes()
-    return data
+def _sha256(vector: Tensor) -> bytes:
+    return hashlib.sha256(vector.cpu().numpy().data).digest()
 
 
 def _trainable(module: PerSampleEngine) -> dict[str, torch.nn.Parameter]:

@@ -6,6 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it is imported
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -145,10 +146,12 @@ TINY_MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def fixed_noise(seed: int, *, step: int, sigma: float, bound: float, batch: float) -> object:
-    """The generator of a step's noise in a run with ``noise_seed``."""
+def fixed_noise(
+    parameter: str, shape: torch.Size, *, seed: int, step: int, sigma: float, C: float, batch: float
+) -> torch.Tensor:
+    """The standard normal noise of a parameter in a run with ``noise_seed``."""
     from hf_dpmuon.sampling import keyed_generator
 
-    return keyed_generator(
-        seed.to_bytes(32, "big"), f"{step} {sigma} {bound} {batch}".encode(), b""
-    )
+    material = (seed.to_bytes(32, "big"), f"{step} {sigma} {C} {batch}".encode(), b"")
+    generator = keyed_generator(*material, parameter.encode())
+    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from conftest import fixed_noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.optimizers import DPOptimizer
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import HooksGradSampleModule
 from hf_dpmuon.mechanism import GaussianMechanism, NoiseEvent, clip_factors
-from hf_dpmuon.sampling import keyed_generator
 
 CLIPPING = ["flat", "per_layer", "automatic"]
 
@@ -135,7 +134,9 @@ def test_release_equals_a_loop_of_batches_of_one(clipping):
 
 def test_release_equals_opacus_dp_optimizer_on_the_same_gradients_and_noise():
     model, x = two_tensors(), torch.randn(6, 4)
-    mechanism = mechanism_of(model, sigma=1.3, C=0.8, q=0.5, N=8, noise_key=b"3", fixed_noise=True)
+    mechanism = mechanism_of(
+        model, sigma=1.3, C=0.8, q=0.5, N=8, noise_key=(3).to_bytes(32, "big"), fixed_noise=True
+    )
     backward(mechanism, x)
     samples = [p.grad_sample.clone() for p in model.parameters()]
     mechanism.accumulate()
@@ -151,9 +152,8 @@ def test_release_equals_opacus_dp_optimizer_on_the_same_gradients_and_noise():
     for p, sample in zip(model.parameters(), samples, strict=True):
         p.grad_sample = sample
     reference.pre_step()
-    noise = keyed_generator(b"3", b"1 1.3 0.8 4.0", b"")
-    for p, mine in zip(model.parameters(), ours, strict=True):
-        drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
+    for (name, p), mine in zip(model.named_parameters(), ours, strict=True):
+        drawn = fixed_noise(name, p.shape, seed=3, step=1, sigma=1.3, C=0.8, batch=4.0)
         assert torch.allclose(mine, p.grad + 1.3 * 0.8 * drawn / 4, rtol=1e-4, atol=1e-6)
 
 

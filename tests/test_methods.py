@@ -127,9 +127,10 @@ def train_by_hand(
         sampler.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)  # augmentation
         sums = clipped_sum(model, rows, points, bound)
         release = []
-        noise = fixed_noise(7, step=t, sigma=1.0, bound=bound, batch=float(BATCH))
-        for p, total in zip(model.parameters(), sums, strict=True):
-            drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
+        for (name, p), total in zip(model.named_parameters(), sums, strict=True):
+            drawn = fixed_noise(
+                name, p.shape, seed=7, step=t, sigma=1.0, C=bound, batch=float(BATCH)
+            )
             release.append((total + bound * drawn) / BATCH)
         if not filtered:
             filtered = [torch.zeros_like(g) if dp_filter == "doppler" else g for g in release]

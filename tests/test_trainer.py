@@ -159,9 +159,10 @@ def by_hand(
             norm = math.sqrt(sum(float(p.grad.double().norm()) ** 2 for p in model.parameters()))
             for n, p in model.named_parameters():
                 total[n] += p.grad * min(1.0, C / norm)
-        noise = fixed_noise(7, step=step + 1, sigma=sigma, bound=C, batch=float(batch))
         for n, p in model.named_parameters():
-            drawn = torch.from_numpy(noise.standard_normal(tuple(p.shape), dtype=np.float32))
+            drawn = fixed_noise(
+                n, p.shape, seed=7, step=step + 1, sigma=sigma, C=C, batch=float(batch)
+            )
             g = (total[n] + sigma * C * drawn) / batch
             if (
                 rule == "muon"

@@ -77,15 +77,22 @@ class _InterceptingEngine(PerSampleEngine):
         for module in self._module.modules():
             if any(p.requires_grad for p in module.parameters()):
                 handles += [
-                    module.register_forward_pre_hook(self._enter_recomputation),
+                    module.register_forward_pre_hook(self._enter_module, with_kwargs=True),
                     module.register_forward_hook(self._leave_recomputation, always_call=True),
                 ]
         self.enable_hooks()
 
-    def _enter_recomputation(self, module: nn.Module, _args: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._armed and in_backward and not self._recomputing:
+    def _enter_module(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._armed or self._recomputing:
+            return
+        operands = (*args, *kwargs.values())
+        if torch._C._current_graph_task_id() == -1:
+            self._interception.remember_call(module, operands)
+        else:
             self._recomputing.append(module)
+            self._interception.recall_call(module, operands)
             self._interception.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_recomputation(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -97,13 +104,14 @@ class _InterceptingEngine(PerSampleEngine):
         """Call the model; with gradients enabled, prepare for the backward pass."""
         if not (self.hooks_enabled and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
-        batch_size = next(len(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        batch_size = len(inputs[0])
         if self._unit_of_row is not None and len(self._unit_of_row) != batch_size:
             raise ValueError(
                 f"set_units named the units of {len(self._unit_of_row)} rows, but the batch has "
                 f"{batch_size}."
             )
-        self._interception.begin(batch_size)
+        self._interception.begin(inputs)
         self._armed = True
         with self._interception:
             output = self._module(*args, **kwargs)

@@ -11,12 +11,17 @@ its output from *detached* parameters, so that autograd computes no weight gradi
 passes a `_Tap`, which in the backward pass hands over the output's gradient and the inputs that the
 rule of that function needs.
 
+What is an activation is known from where it came, never from its shape: the inputs of the model are,
+and so is whatever a function makes of one.
+
 Shape letters: R rows (leading dimension of activations, k to a sample, sample by sample, as in
 windowed attention), B samples, T positions, C channels.
 
 Guarantees:
-    A parameter that meets the batch where this module does not look (a compiled or scripted
-    function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
+    * A parameter that meets the batch where this module does not look (a compiled or scripted
+      function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
+    * A parameter that meets a tensor of unknown origin, or one made of the batch whose rows cannot
+      be told apart, is refused by name.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 Parameters = tuple[nn.Parameter, ...]
 Receive = Callable[..., None]
+Origin = bool | Tensor | None  # made of the batch or not, or the derived tensor itself; or unknown
 
 # Functions in which each row of the output depends on the same row of every operand, once operands
 # of fewer dimensions are broadcast: a derived tensor may be expanded along the rows before them.
@@ -54,7 +60,10 @@ ROW_BY_ROW = frozenset(
     + ["rsub", "subtract", "multiply", "divide", "true_divide"]
 )
 EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to"})
+# Functions that read only the type, device or shape of all tensors but the first.
+LIKE_ANOTHER = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 INDEXING = frozenset({"__getitem__", "index_select", "gather", "take"})
+WRITES = frozenset({"__setitem__", "__set__"})  # into their first operand, and return nothing
 
 
 class _Tap(torch.autograd.Function):
@@ -108,7 +117,12 @@ class ParameterInterception(TorchFunctionMode):
         self._to_units = to_units
         self._unit_tokens = unit_tokens
         self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()  # derived tensor -> parameters
-        self._constants: set[int] = set()
+        self._expanded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()  # along a new first dim
+        self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in a recomputation -> derived
+        # Tensor -> whether it was made of the batch; absent if it was made where nobody looked.
+        self._of_batch: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._buffers: set[int] = set()
+        self._calls: dict[nn.Module, list[Origin]] = {}
         self._warned: set[tuple[str, str]] = set()
         self._rules: Mapping[Any, Callable[..., Tensor]] = {
             F.linear: self._linear,
@@ -125,10 +139,29 @@ class ParameterInterception(TorchFunctionMode):
             F.instance_norm: self._norm,
         }
 
-    def begin(self, batch_size: int) -> None:
-        """Prepare for a forward pass over ``batch_size`` rows."""
-        self.batch_size = batch_size
-        self._constants = {id(buffer) for buffer in self._model.buffers()}
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Prepare for a forward pass of which these are all inputs; their rows are the batch."""
+        self.batch_size = len(inputs[0])
+        self._buffers = {id(buffer) for buffer in self._model.buffers()}
+        self._calls.clear()
+        for t in inputs:
+            self._of_batch[t] = True
+
+    def remember_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
+        """Note what a module is called with, in case activation checkpointing calls it again."""
+        origins = [t if self._is_shared(t) else self._origin(t) for t in _tensors(operands)]
+        former = self._calls.get(module, origins)
+        self._calls[module] = [a if a is b else None for a, b in zip(former, origins)]  # noqa: B905
+
+    def recall_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
+        """Know the operands of a repeated call, new tensors, as those of the first."""
+        for t, origin in zip(_tensors(operands), self._calls.get(module, [])):  # noqa: B905
+            if isinstance(origin, Tensor):
+                if origin is not t:
+                    self._sources[t] = self._parameters_of(origin)
+                    self._aliases[t] = origin
+            elif origin is not None:
+                self._of_batch[t] = origin
 
     def __torch_function__(
         self,
@@ -139,15 +172,32 @@ class ParameterInterception(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         operands = list(_tensors((*args, *kwargs.values())))
+        if func.__name__ in LIKE_ANOTHER:
+            operands = operands[:1]
         shared = [t for t in operands if self._is_shared(t)]
-        if not shared or not torch.is_grad_enabled():
-            return func(*args, **kwargs)
+        if shared and torch.is_grad_enabled():
+            result = self._meet(func, args, kwargs, operands, shared)
+        else:
+            result = func(*args, **kwargs)
+        self._follow(func, operands, result)
+        return result
+
+    def _meet(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: Sequence[Tensor],
+        shared: Sequence[Tensor],
+    ) -> Any:
+        """Call a function of which some operand is shared by all rows."""
         if func is F.multi_head_attention_forward:
             raise self._no_rule(func, shared)
         name = func.__name__
-        if name in EXPANSIONS:
-            return self._expansion(func, args, kwargs)
-        batched = [] if name in INDEXING else [t for t in operands if self._is_batched(t)]
+        if name in INDEXING | LIKE_ANOTHER | EXPANSIONS:
+            return self._derive(func, args, kwargs, shared)
+        batched = [t for t in operands if self._is_batched(t)]
+        self._check_origins(shared, operands, batched)
         if not batched:
             return self._derive(func, args, kwargs, shared)
         if func in self._rules:
@@ -155,6 +205,27 @@ class ParameterInterception(TorchFunctionMode):
         if name in ROW_BY_ROW or self.batch_size == 1:
             return self._row_by_row(func, args, kwargs, batched)
         return self._functorch(func, args, kwargs, shared, batched)
+
+    def _check_origins(
+        self, shared: Sequence[Tensor], operands: Sequence[Tensor], batched: Sequence[Tensor]
+    ) -> None:
+        for t in operands:
+            if not self._is_shared(t) and self._origin(t) is None:
+                raise NotImplementedError(
+                    f"{self._all_named(shared)} meets a tensor of shape {tuple(t.shape)} of which "
+                    "it is not known whether it was made of the batch (it was made outside the "
+                    "forward pass, or by a compiled function or an autograd.Function); make it a "
+                    "buffer or an input of the model, or freeze the parameter with "
+                    "requires_grad_(False)."
+                )
+        for t in batched if self.batch_size > 1 else ():
+            if t.dim() == 0 or t.shape[0] % self.batch_size:
+                raise NotImplementedError(
+                    f"{self._all_named(shared)} meets a tensor of shape {tuple(t.shape)} that was "
+                    f"made of a batch of {self.batch_size}, so its rows are not those of the "
+                    "samples; keep the batch in the first dimension and do not reduce over it, or "
+                    "freeze the parameter with requires_grad_(False)."
+                )
 
     # ---- what a tensor is ----
 
@@ -164,14 +235,39 @@ class ParameterInterception(TorchFunctionMode):
         )
 
     def _is_batched(self, t: Tensor) -> bool:
-        is_constant = (
-            t.dim() == 0
-            or isinstance(t, nn.Parameter)
-            or id(t) in self._constants
-            or (t._base is not None and id(t._base) in self._constants)
-            or t in self._sources
-        )
-        return not is_constant and t.shape[0] > 0 and t.shape[0] % self.batch_size == 0
+        return not self._is_shared(t) and self._origin(t) is True
+
+    def _origin(self, t: Tensor) -> bool | None:
+        """Whether a tensor was made of the batch; None if that is not known."""
+        if isinstance(t, nn.Parameter) or t in self._sources:
+            return False
+        base = t._base
+        if t.requires_grad or (base is not None and self._of_batch.get(base)):
+            return True
+        origin: bool | None = self._of_batch.get(t)
+        if origin is None and (id(t) in self._buffers or id(base) in self._buffers):
+            return False
+        return origin
+
+    def _follow(self, func: Any, operands: Sequence[Tensor], result: Any) -> None:
+        """Note what the results of a call were made of."""
+        name = func.__name__
+        written = name in WRITES or (bool(operands) and result is operands[0])
+        if not written and not isinstance(result, (Tensor, list, tuple)):
+            return
+        origins = [] if name.startswith("new_") else [self._origin(t) for t in operands]
+        if True in origins:
+            origin = True
+        elif None in origins:
+            return
+        else:
+            origin = False
+        for t in _tensors((result,)):
+            self._of_batch[t] = origin
+        if written and origin:
+            target = operands[0]
+            self._of_batch[target if target._base is None else target._base] = True
+            self._of_batch[target] = True
 
     def _parameters_of(self, t: Tensor) -> Parameters:
         return (t,) if isinstance(t, nn.Parameter) else self._sources[t]
@@ -183,9 +279,14 @@ class ParameterInterception(TorchFunctionMode):
         with saved_tensors_hooks(lambda x: x, lambda x: x):
             result = func(*args, **kwargs)
         sources = tuple({p: None for t in shared for p in self._parameters_of(t)})
-        for t in _tensors((result,)):
+        results = list(_tensors((args[0] if func.__name__ == "__setitem__" else result,)))
+        for t in results:
             if t.requires_grad and not isinstance(t, nn.Parameter):
                 self._sources[t] = sources
+        if func.__name__ in EXPANSIONS:
+            (origin,), (expanded,) = shared, results
+            if expanded.dim() > origin.dim() or expanded.shape[0] > origin.shape[0]:
+                self._expanded_from[expanded] = origin
         return result
 
     # ---- from rows to parameters ----
@@ -203,6 +304,10 @@ class ParameterInterception(TorchFunctionMode):
             self._report(shared, UnitGradients(gradient_U))
             return
         parameters = self._sources[shared]
+        shared = self._aliases.get(shared, shared)
+        if isinstance(shared, nn.Parameter):
+            self._report(shared, UnitGradients(gradient_U))
+            return
         gradients = torch.autograd.grad(
             shared,
             parameters,
@@ -365,37 +470,49 @@ class ParameterInterception(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batched: Sequence[Tensor]
     ) -> Any:
         """Expanded along the rows, a shared tensor gets one gradient a row from autograd."""
+        if func in (torch.cat, torch.concat):
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            if dim % batched[0].dim() == 0:
+                raise self._no_rule(func, [t for t in _tensors(args) if self._is_shared(t)])
         widest = max(batched, key=Tensor.dim)
         return _call(func, args, kwargs, partial(self._expanded, like=widest.shape))
-
-    def _expansion(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Expansion to the size of the batch is where a token meets it."""
-        shared, *rest = args
-        shape = func(shared.detach(), *rest, **kwargs).shape
-        gains_rows = len(shape) > shared.dim() or shape[0] > shared.shape[0]
-        if not gains_rows or shape[0] % self.batch_size:
-            return self._derive(func, args, kwargs, [shared])
-        return self._expanded(shared, like=shape).expand(shape)
 
     def _expanded(self, t: Tensor, *, like: torch.Size) -> Tensor:
         if not self._is_shared(t):
             return t
-        aligned = t.detach()
-        if self.batch_size > 1:
-            aligned = aligned[(None,) * (len(like) - t.dim())]
-            if aligned.dim() != len(like) or aligned.shape[0] != 1:
-                raise NotImplementedError(
-                    f"{self._named(t)} of shape {tuple(t.shape)} meets activations of shape "
-                    f"{tuple(like)} along the batch; freeze it with requires_grad_(False)."
-                )
-            aligned = aligned.expand(like[0], *aligned.shape[1:])
+        if self.batch_size == 1:
+            return _tap(t.detach(), lambda g_R: self._report_rows(t, g_R[None]))
+        if t.dim() == len(like) and t.shape[0] == like[0]:
+            return self._with_rows(t)
+        aligned = t.detach()[(None,) * (len(like) - t.dim())]
+        if aligned.dim() != len(like) or aligned.shape[0] != 1:
+            raise NotImplementedError(
+                f"{self._named(t)} of shape {tuple(t.shape)} meets activations of shape "
+                f"{tuple(like)} along the batch; freeze it with requires_grad_(False)."
+            )
 
         def receive(g_R: Tensor) -> None:
-            if self.batch_size > 1:
-                g_R = self._samples(at_least_float32(g_R)).sum(1)
-            self._report_rows(t, g_R.reshape(self.batch_size, *t.shape))
+            gradient_B = self._samples(at_least_float32(g_R)).sum(1)
+            self._report_rows(t, gradient_B.reshape(self.batch_size, *t.shape))
 
-        return _tap(aligned, receive)
+        return _tap(aligned.expand(like[0], *aligned.shape[1:]), receive)
+
+    def _with_rows(self, t: Tensor) -> Tensor:
+        """A shared tensor that has the rows of the batch itself: each sample reads its own."""
+        origin = self._expanded_from.get(t)
+
+        def receive(g_R: Tensor) -> None:
+            g_Bk = self._samples(at_least_float32(g_R))
+            if origin is None:
+                gradient_BB = g_Bk.new_zeros(self.batch_size, *g_Bk.shape)
+                gradient_BB.diagonal(dim1=0, dim2=1).copy_(g_Bk.movedim(0, -1))
+                self._report_rows(t, gradient_BB.reshape(self.batch_size, *t.shape))
+            else:  # all rows are the same
+                aligned = (1,) * (t.dim() - origin.dim()) + tuple(origin.shape)
+                gradient_B = g_Bk.sum(1).sum_to_size(self.batch_size, *aligned[1:])
+                self._report_rows(origin, gradient_B.reshape(self.batch_size, *origin.shape))
+
+        return _tap(t.detach(), receive)
 
     def _functorch(
         self,
@@ -406,7 +523,7 @@ class ParameterInterception(TorchFunctionMode):
         batched: Sequence[Tensor],
     ) -> Tensor:
         """Whatever else: the call again in the backward pass, one sample at a time, by vmap."""
-        names = ", ".join(self._named(t) for t in shared)
+        names = self._all_named(shared)
         if (func.__name__, names) not in self._warned:
             self._warned.add((func.__name__, names))
             logger.warning(
@@ -439,12 +556,15 @@ class ParameterInterception(TorchFunctionMode):
 
     def _no_rule(self, func: Any, shared: Sequence[Tensor]) -> NotImplementedError:
         return NotImplementedError(
-            f"{', '.join(self._named(t) for t in shared)}: no per-sample rule for {func.__name__}; "
+            f"{self._all_named(shared)}: no per-sample rule for {func.__name__}; "
             "freeze them with requires_grad_(False), or use a model that does without."
         )
 
     def _named(self, t: Tensor) -> str:
         return ", ".join(self._names[p] for p in self._parameters_of(t))
+
+    def _all_named(self, shared: Sequence[Tensor]) -> str:
+        return ", ".join(map(self._named, shared))
 
 
 _NORM_ARGUMENTS: Mapping[Any, Sequence[str]] = {
