@@ -16,6 +16,7 @@ import datetime
 import multiprocessing
 import os
 import platform
+import resource
 import socket
 import statistics
 import tempfile
@@ -131,7 +132,11 @@ def time_steps(
 
 
 def in_processes(count: int, work: Callable[[], Any]) -> Any:
-    """Run in so many processes over gloo, one thread each; return what the first returned."""
+    """Run in so many processes over gloo, one thread each.
+
+    Returns:
+        What the first process returned, and its peak resident memory in MiB.
+    """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with socket.socket() as free:
@@ -154,7 +159,7 @@ def in_processes(count: int, work: Callable[[], Any]) -> Any:
             )
         result = work()
         if rank == 0:
-            results.put(result)
+            results.put((result, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
     processes = [context.Process(target=child, args=(rank,)) for rank in range(count)]
     for process in processes:
@@ -168,6 +173,29 @@ def in_processes(count: int, work: Callable[[], Any]) -> Any:
 def row(cells: list[object]) -> str:
     """One line of a Markdown table."""
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def plot(measured: list[tuple[int, int, dict[str, float]]], path: Path) -> None:
+    """Draw seconds of a step against the logical batch, stacked by part; needs matplotlib."""
+    from matplotlib import pyplot
+
+    counts = sorted({count for count, _, _ in measured})
+    figure, axes = pyplot.subplots(1, len(counts), sharey=True, figsize=(5 * len(counts), 4))
+    for axis, count in zip([axes] if len(counts) == 1 else axes, counts, strict=True):
+        runs = sorted((logical, parts) for c, logical, parts in measured if c == count)
+        below = [0.0] * len(runs)
+        for part in PARTS:
+            heights = [parts[part] for _, parts in runs]
+            axis.bar([str(logical) for logical, _ in runs], heights, bottom=below, label=part)
+            below = [low + height for low, height in zip(below, heights, strict=True)]
+        axis.set_title(f"{count} process{'es' if count > 1 else ''}")
+        axis.set_xlabel("logical batch size")
+        axis.set_yscale("symlog", linthresh=0.1)
+    figure.axes[0].set_ylabel("seconds a step")
+    figure.axes[0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"saved in {path}")
 
 
 def main() -> None:
@@ -193,12 +221,13 @@ def main() -> None:
         "",
         "## Seconds of a step, by part",
         "",
-        row(["processes", "logical batch", *PARTS, "total", "images/s"]),
-        row(["---"] * (len(PARTS) + 4)),
+        row(["processes", "logical batch", *PARTS, "total", "images/s", "peak MiB"]),
+        row(["---"] * (len(PARTS) + 5)),
     ]
+    measured: list[tuple[int, int, dict[str, float]]] = []
     for count in options.processes:
         for logical in options.logical:
-            parts = in_processes(
+            parts, peak = in_processes(
                 count,
                 lambda size=logical: time_steps(
                     logical=size,
@@ -210,7 +239,9 @@ def main() -> None:
             )
             total = sum(parts.values())
             shares = [f"{parts[p]:.3f} ({parts[p] / total:.0%})" for p in PARTS]
-            lines.append(row([count, logical, *shares, f"{total:.3f}", f"{logical / total:.0f}"]))
+            speed = f"{logical / total:.0f}"
+            lines.append(row([count, logical, *shares, f"{total:.3f}", speed, f"{peak:.0f}"]))
+            measured.append((count, logical, parts))
             print(lines[-1], flush=True)
     lines += ["", "## Seconds of a draw alone", "", row(["units N", "q N", "seconds"])]
     lines.append(row(["---"] * 3))
@@ -234,6 +265,7 @@ def main() -> None:
         path = options.report / f"scale_cpu_{datetime.date.today()}.md"
         path.write_text(text, encoding="utf-8")
         print(f"saved in {path}")
+        plot(measured, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
