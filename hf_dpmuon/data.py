@@ -15,7 +15,7 @@ Guarantees:
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ __all__ = [
     "load_image_dataset",
     "build_transforms",
     "ImageExamples",
-    "ImageCollator",
+    "collate",
 ]
 
 ImageTransform: TypeAlias = Callable[[Image.Image, torch.Generator | None], Tensor]
@@ -275,28 +275,19 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
         return {"pixel_values": pixel_values, "labels": torch.tensor(example[self._label_column])}
 
 
-@dataclass(frozen=True)
-class ImageCollator:
-    """Stack examples into a batch; no examples give a batch of size 0.
+def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Stack images and labels; whatever else a row holds (names, patients) stays behind.
 
-    Attributes:
-        image_format: The shape of an image, which an empty batch has no example of.
+    Args:
+        examples: At least one row with `pixel_values` and `labels`.
+
+    Returns:
+        `pixel_values` (N, C, H, W) and `labels` (N,).
     """
-
-    image_format: ImageFormat
-
-    def __call__(self, examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return `pixel_values` (N, C, H, W) and `labels` (N,)."""
-        if not examples:
-            size = (self.image_format.num_channels, self.image_format.height)
-            return {
-                "pixel_values": torch.empty(0, *size, self.image_format.width),
-                "labels": torch.empty(0, dtype=torch.long),
-            }
-        return {
-            name: torch.stack([example[name] for example in examples])
-            for name in ("pixel_values", "labels")
-        }
+    return {
+        name: torch.stack([torch.as_tensor(example[name]) for example in examples])
+        for name in ("pixel_values", "labels")
+    }
 
 
 # Pixels

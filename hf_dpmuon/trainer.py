@@ -50,7 +50,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_dpmuon import model_card
 from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.data import ImageExamples
+from hf_dpmuon.data import ImageExamples, collate
 from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import moved_to
 from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine, verify_per_sample_gradients
@@ -319,6 +319,7 @@ class DPTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             num_batches=steps_per_epoch(self.plan.sample_rate),
+            augmentations=self.args.augmentation_multiplicity,
             rank=self.args.process_index,
             world_size=self.args.world_size,
         )
@@ -490,6 +491,9 @@ class DPTrainer(Trainer):
         for physical_batch in draw:
             batch = self._prepare_inputs(physical_batch.inputs)
             size = len(batch["labels"])
+            if physical_batch.unit_of_row is not None:
+                unit_of_row = physical_batch.unit_of_row.to(self.args.device)
+                mechanism.module.set_units(unit_of_row, physical_batch.num_units)
             for point in points:
                 is_last = point is points[-1]
                 # Every evaluation of a sample sees the same dropout.
@@ -808,14 +812,6 @@ class DPTrainer(Trainer):
             "push_to_hub is not supported yet; upload the files of output_dir that save_model "
             "wrote, and no checkpoint, after reading the card."
         )
-
-
-def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Stack images and labels; whatever else a row holds (names, patients) stays behind."""
-    return {
-        name: torch.stack([torch.as_tensor(example[name]) for example in examples])
-        for name in ("pixel_values", "labels")
-    }
 
 
 class RowWise:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hf_dpmuon.data import (
-    ImageCollator,
     ImageExamples,
     ImageFormat,
     build_transforms,
+    collate,
     load_image_dataset,
 )
 
@@ -424,7 +424,7 @@ def test_examples_hold_pixels_and_labels_only(tmp_path: Path) -> None:
     assert len(examples) == 3
     assert set(examples[0]) == {"pixel_values", "labels"}
     assert "secret" not in str(examples[0])
-    batch = ImageCollator(RGB)([examples[i] for i in range(3)])
+    batch = collate([examples[i] for i in range(3)])
     assert batch["pixel_values"].shape == (3, 3, 8, 8)
     assert batch["pixel_values"].dtype == torch.float32
     assert batch["labels"].tolist() == [0, 1, 1]
@@ -438,18 +438,11 @@ def test_a_key_decides_its_example_in_any_process(tmp_path: Path) -> None:
     for key in [0, 5, (2, 7), (2, 8)]:
         assert torch.equal(examples[key]["pixel_values"], copied[key]["pixel_values"])
     loader = torch.utils.data.DataLoader(
-        examples, batch_sampler=[[(2, 7), (2, 7)]], num_workers=1, collate_fn=ImageCollator(RGB)
+        examples, batch_sampler=[[(2, 7), (2, 7)]], num_workers=1, collate_fn=collate
     )
     pixels = next(iter(loader))["pixel_values"]
     assert torch.equal(pixels[0], examples[2, 7]["pixel_values"])
     assert torch.equal(pixels[0], pixels[1])
-
-
-def test_an_empty_batch_has_the_shape_of_one() -> None:
-    batch = ImageCollator(RGB)([])
-    assert batch["pixel_values"].shape == (0, 3, 8, 8)
-    assert batch["labels"].shape == (0,)
-    assert batch["labels"].dtype == torch.int64
 
 
 def test_a_row_outside_the_split_is_an_index_error(tmp_path: Path) -> None:
