@@ -455,7 +455,7 @@ class ParameterRole(str, Enum):
     PATCH_EMBEDDING = "patch_embedding"  # the convolution that reads the image, with its bias
     HEAD = "head"  # the linear layers that give the logits, with their biases
     EMBEDDING = "embedding"  # class and other tokens, position tables
-    SCALE = "scale"  # LayerScale
+    SCALE = "scale"  # LayerScale, and the gains of convolutions with standardised weights
     NORM = "norm"
     BIAS = "bias"
 
@@ -490,7 +490,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
         for name, p in module.named_parameters(recurse=False):
             if module in heads:
                 role = ParameterRole.HEAD
-            elif module is stem:
+            elif module is stem and not _is_gain(name, p):
                 role = ParameterRole.PATCH_EMBEDDING
             elif module in fused and p.ndim == 2:
                 role = ParameterRole.FUSED_QKV
@@ -506,6 +506,8 @@ def _role_in(module: nn.Module, name: str, p: nn.Parameter) -> ParameterRole:
         return ParameterRole.NORM
     if isinstance(module, nn.MultiheadAttention) and name == "in_proj_weight":
         return ParameterRole.FUSED_QKV
+    if isinstance(module, CONVOLUTIONS) and _is_gain(name, p):
+        return ParameterRole.SCALE
     if p.ndim >= 2:
         if isinstance(module, nn.Linear):
             return ParameterRole.MATRIX
@@ -514,6 +516,11 @@ def _role_in(module: nn.Module, name: str, p: nn.Parameter) -> ParameterRole:
     if weight is not None and weight.ndim == 1:  # a norm that timm or HF wrote itself
         return ParameterRole.NORM
     return ParameterRole.BIAS if name.endswith("bias") else ParameterRole.SCALE
+
+
+def _is_gain(name: str, p: nn.Parameter) -> bool:
+    """Whether a convolution with this parameter scales its weight by it, an entry an output."""
+    return name != "weight" and p.ndim >= 2 and p.numel() == len(p)
 
 
 def _head_layers(model: nn.Module) -> set[nn.Module]:

@@ -483,6 +483,7 @@ def test_layers_that_the_tiny_models_lack() -> None:
         {
             "stem": nn.Conv2d(3, 4, 2),
             "conv": nn.Conv2d(4, 4, 2),
+            "standardised": timm.layers.ScaledStdConv2d(4, 4, 2),
             "norm": RMSNorm(),
             "attention": nn.MultiheadAttention(4, 2),
             "types": nn.Embedding(2, 4),
@@ -494,6 +495,9 @@ def test_layers_that_the_tiny_models_lack() -> None:
         "stem.bias": "patch_embedding",
         "conv.weight": "conv",
         "conv.bias": "bias",
+        "standardised.weight": "conv",
+        "standardised.gain": "scale",
+        "standardised.bias": "bias",
         "norm.weight": "norm",
         "attention.in_proj_weight": "fused_qkv",
         "attention.in_proj_bias": "bias",
