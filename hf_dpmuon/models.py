@@ -1,21 +1,22 @@
-"""A pretrained HF or timm classifier, its head fitted to the labels, checked for DP.
+"""A classifier of HF, of timm or from scratch, its head fitted to the labels, checked for DP.
 
 Receives the name of a model and the class names of the data. Returns the model in fp32, what its
 images must look like, and, for any model, the role of each of its parameters.
 
 Guarantees:
     * Every weight that the forward pass reads is pretrained, except those of the classifier head
-      (and a position table that was resized once, which a note says).
+      (and a position table that was resized once, which a note says); or every weight is random,
+      in the built-in networks that are trained from scratch, which a note says too.
     * What was frozen, converted, resized or left out is in `LoadedModel.notes`.
     * A saved folder loads with no missing and no unexpected key and gives equal logits, through
       `from_pretrained` or `timm.create_model`, and its processor prepares images as
-      `hf_dpmuon.data.build_transforms` did.
+      `hf_dpmuon.data.build_transforms` did. A `ResidualNetwork` loads through `load_model` alone.
 """
 
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -23,6 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from PIL import Image
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -33,6 +35,7 @@ from transformers import (
 )
 
 from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.networks import ARCHITECTURES, ResidualNetwork
 
 __all__ = [
     "LoadedModel",
@@ -46,6 +49,9 @@ __all__ = [
 BUILTIN_MODELS = {
     "builtin:tiny-vit": Path(__file__).parent / "pretrained" / "tiny-vit-fashion-mnist"
 }
+NF_RESNET = "builtin:nf-resnet-50"
+# Side of their images, by default. The stem of NF-ResNet-50 is that of ImageNet.
+SIZES_FROM_SCRATCH = {**dict.fromkeys(ARCHITECTURES, 32), NF_RESNET: 224}
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,9 @@ class LoadedModel:
     """A classifier and what belongs to it.
 
     Attributes:
-        model: A plain `PreTrainedModel` or timm module, in fp32.
+        model: A plain `PreTrainedModel`, timm module or `ResidualNetwork`, in fp32.
         image_format: What its images must look like.
-        processor: The same for HF's `pipeline`; timm keeps it in its configuration.
+        processor: The same for HF's `pipeline`; the others keep it in their configuration.
         library: Where the model comes from, and how it is saved.
         label_names: Class names by output.
         notes: What was changed on loading, for the user.
@@ -64,7 +70,7 @@ class LoadedModel:
     model: nn.Module
     image_format: ImageFormat
     processor: BaseImageProcessor | None
-    library: Literal["transformers", "timm"]
+    library: Literal["transformers", "timm", "hf_dpmuon"]
     label_names: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -76,17 +82,24 @@ def load_model(
     image_size: int | None = None,
     revision: str | None = None,
 ) -> LoadedModel:
-    """Load a pretrained classifier and fit its head to the labels.
+    """Load a pretrained classifier and fit its head to the labels, or make one with random weights.
 
     The head is kept when its class names are already `label_names`. Otherwise it is new, with
     the default initialisation of its library, drawn from torch's global generator.
 
     Args:
-        name_or_path: One of a Hub id, a local folder of either library, `timm/<name>`,
-            `timm/<owner>/<repository>` for a timm model on the Hub, or `builtin:tiny-vit`.
+        name_or_path: One of
+
+            * a Hub id, or a local folder that a library or `save_model` wrote;
+            * `timm/<name>`, or `timm/<owner>/<repository>` for a timm model on the Hub;
+            * `builtin:tiny-vit`, small and pretrained;
+            * `builtin:wrn-16-4`, `builtin:wrn-28-10` or `builtin:resnet-18-gn` (residual networks
+              with group norms, for images of about 32 pixels), or `builtin:nf-resnet-50` (timm's,
+              without norms, for images of about 224 pixels): random weights, to be trained from
+              scratch.
         label_names: Class names by label.
         image_size: Side of the square images; by default that of the model's own processor. The
-            position table is resized once, at load.
+            position table is resized once, at load. A network from scratch takes any size.
         revision: Branch, tag or commit of a Hub repository of HF.
 
     Raises:
@@ -95,17 +108,27 @@ def load_model(
     """
     if len(label_names) < 2 or len(set(label_names)) != len(label_names):
         raise ValueError(f"label_names={label_names!r} must be two or more different names.")
+    if image_size is not None and image_size < 1:
+        raise ValueError(f"image_size={image_size} must be at least 1.")
+    if name_or_path in SIZES_FROM_SCRATCH:
+        return _from_scratch(name_or_path, label_names, image_size)
     if name_or_path.startswith("builtin:"):
         if name_or_path not in BUILTIN_MODELS:
-            raise ValueError(f"{name_or_path!r} is unknown; use {', '.join(BUILTIN_MODELS)}.")
+            known = ", ".join([*BUILTIN_MODELS, *SIZES_FROM_SCRATCH])
+            raise ValueError(f"{name_or_path!r} is unknown; use {known}.")
         name_or_path = str(BUILTIN_MODELS[name_or_path])
-    if _is_timm(name_or_path):
+    config = _stored_config(name_or_path)
+    if "residual_network" in config:
+        return _load_residual_network(name_or_path, config, label_names, image_size)
+    if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
         return _load_timm(name_or_path, label_names, image_size)
     return _load_transformers(name_or_path, label_names, image_size, revision)
 
 
 def save_model(loaded: LoadedModel, folder: str | Path) -> None:
     """Write the weights, their configuration and the image processor, in the library's own form.
+
+    A `ResidualNetwork` is written as `config.json` and `model.safetensors`.
 
     Args:
         loaded: Its `model` may have been trained since it was loaded.
@@ -115,6 +138,9 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
         assert loaded.processor is not None
         loaded.model.save_pretrained(folder)
         loaded.processor.save_pretrained(folder)
+        return
+    if isinstance(loaded.model, ResidualNetwork):
+        _save_residual_network(loaded, loaded.model, Path(folder))
         return
     from timm.models import save_for_hf
 
@@ -138,11 +164,10 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
 # Loading
 
 
-def _is_timm(name_or_path: str) -> bool:
-    config = Path(name_or_path) / "config.json"
-    if config.is_file():
-        return "architecture" in json.loads(config.read_text())  # HF writes "architectures"
-    return name_or_path.startswith("timm/")
+def _stored_config(name_or_path: str) -> dict[str, Any]:
+    """Return the configuration in a local folder; empty where there is none."""
+    path = Path(name_or_path) / "config.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def _not_found(name: str, error: Exception) -> ValueError:
@@ -237,6 +262,7 @@ def _load_timm(name: str, label_names: tuple[str, ...], image_size: int | None) 
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise _not_found(name, error) from error
 
+    _work_out_of_place(model)
     notes = []
     dtypes = {p.dtype for p in model.parameters()} - {torch.float32}
     if dtypes:
@@ -267,6 +293,89 @@ def _load_timm(name: str, label_names: tuple[str, ...], image_size: int | None) 
         image_format=image_format,
         processor=None,
         library="timm",
+        label_names=label_names,
+        notes=tuple(notes),
+    )
+
+
+def _work_out_of_place(model: nn.Module) -> None:
+    """Make activations write to new tensors, since Opacus' hooks refuse what is overwritten."""
+    for module in model.modules():
+        if "inplace" in vars(module):
+            vars(module)["inplace"] = False
+
+
+def _from_scratch(name: str, label_names: tuple[str, ...], image_size: int | None) -> LoadedModel:
+    side = SIZES_FROM_SCRATCH[name] if image_size is None else image_size
+    # Not the statistics of any data: those of private images would not be covered by epsilon.
+    image_format = ImageFormat(
+        height=side,
+        width=side,
+        num_channels=3,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        interpolation="bicubic",
+    )
+    model: nn.Module
+    if name == NF_RESNET:
+        import timm
+
+        # What timm knows of its pretrained weights is not true of these.
+        sources = dict.fromkeys(("tag", "url", "hf_hub_id", "license"), "")
+        model = timm.create_model(
+            "nf_resnet50", num_classes=len(label_names), pretrained_cfg_overlay=sources
+        )
+        _work_out_of_place(model)
+    else:
+        model = ResidualNetwork(name, num_classes=len(label_names))
+    return LoadedModel(
+        model=model,
+        image_format=image_format,
+        processor=None,
+        library="timm" if name == NF_RESNET else "hf_dpmuon",
+        label_names=label_names,
+        notes=(f"{name} is not pretrained: all its weights are random",),
+    )
+
+
+def _save_residual_network(loaded: LoadedModel, network: ResidualNetwork, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "residual_network": network.architecture_name,
+        "label_names": loaded.label_names,
+        "image_format": asdict(loaded.image_format),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(network.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _load_residual_network(
+    name: str, config: Mapping[str, Any], label_names: tuple[str, ...], image_size: int | None
+) -> LoadedModel:
+    stored_names = tuple(config["label_names"])
+    values = config["image_format"]
+    values = {**values, "mean": tuple(values["mean"]), "std": tuple(values["std"])}
+    if image_size is not None:
+        values |= {"height": image_size, "width": image_size}
+    image_format = ImageFormat(**values)
+    try:
+        network = ResidualNetwork(
+            config["residual_network"],
+            num_classes=len(stored_names),
+            num_channels=image_format.num_channels,
+        )
+        network.load_state_dict(load_file(Path(name) / "model.safetensors"))
+    except (KeyError, OSError, RuntimeError, SafetensorError) as error:
+        raise _not_found(name, error) from error
+    notes = []
+    if stored_names != label_names:
+        network.head = nn.Linear(network.head.in_features, len(label_names))
+        notes.append(f"the head is new ({len(label_names)} classes)")
+    return LoadedModel(
+        model=network,
+        image_format=image_format,
+        processor=None,
+        library="hf_dpmuon",
         label_names=label_names,
         notes=tuple(notes),
     )

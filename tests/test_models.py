@@ -256,10 +256,12 @@ def test_a_model_that_is_nowhere_is_one_sentence(name: str) -> None:
 
 
 def test_wrong_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"use builtin:tiny-vit"):
+    with pytest.raises(ValueError, match=r"use builtin:tiny-vit, .*builtin:wrn-16-4, .*nf-resnet"):
         load_model("builtin:huge-vit", label_names=NAMES)
     with pytest.raises(ValueError, match="two or more different names"):
         load_model("builtin:tiny-vit", label_names=("a", "a"))
+    with pytest.raises(ValueError, match="image_size=0 must be at least 1"):
+        load_model("builtin:wrn-16-4", label_names=NAMES, image_size=0)
 
 
 def test_the_built_in_model_is_a_grey_vit_with_a_new_head() -> None:
