@@ -513,8 +513,8 @@ def _module_problems(model: nn.Module) -> Iterator[str]:
     norms = paths((nn.modules.batchnorm._BatchNorm,))
     if norms:
         yield (
-            f"BatchNorm mixes samples in {_listed(norms)}: replace it by GroupNorm, or freeze it "
-            "(torchvision.ops.FrozenBatchNorm2d)"
+            f"BatchNorm mixes samples in {_listed(norms)}: replace it by GroupNorm (as "
+            "builtin:resnet-18-gn has it), or freeze it (torchvision.ops.FrozenBatchNorm2d)"
         )
     updated = [
         path

@@ -372,6 +372,11 @@ def test_all_problems_are_named_at_once() -> None:
         assert words in str(caught.value)
 
 
+def test_batch_norm_is_refused_and_the_group_norm_network_named() -> None:
+    with pytest.raises(ValueError, match=r"bn1, .*GroupNorm \(as builtin:resnet-18-gn has it\)"):
+        validate_model(timm.create_model("resnet18", num_classes=3))
+
+
 def test_a_frozen_model_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter is trainable"):
         validate_model(tiny_vit().requires_grad_(False))
