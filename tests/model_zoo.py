@@ -277,6 +277,8 @@ def documentation() -> str:
         "- BatchNorm, and InstanceNorm with running statistics: use GroupNorm.",
         "- `nn.MultiheadAttention` with trainable weights: it is one function to torch, with the",
         "  batch in its second dimension; use an attention of Linear layers.",
+        "- A parameter that meets a reduction over the batch, or activations in which the batch",
+        "  is not the first dimension.",
         "- Embeddings with `max_norm` or `scale_grad_by_freq`, which look at the whole batch.",
         "- Parameters read by compiled or scripted functions, or by the loss itself: they receive",
         "  a gradient that is not known per sample, which stops the step before any update.",

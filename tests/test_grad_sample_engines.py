@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from per_sample_oracle import (
     trainable,
     weighted_sum,
 )
+from test_trainer import trainer_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_dpmuon.grad_sample import (
+    ENGINES,
     BookKeepingGradSampleModule,
     GhostGradSampleModule,
     HooksGradSampleModule,
@@ -307,6 +311,169 @@ def test_multihead_attention_is_refused_by_name(engine_class: Engine) -> None:
         engine(random_batch(3)[0])
 
 
+# What is an activation
+
+
+def features(images: Tensor) -> Tensor:
+    """(B, 3, 8, 8) to (B, 16, 12), without parameters."""
+    return F.unfold(images, 2, stride=2).mT
+
+
+class Places(nn.Module):
+    """A network of coordinates and a table of positions, none of which sees the images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(12, 12)
+        self.grid = nn.Linear(2, 12)
+        self.grid_norm = nn.LayerNorm(12)
+        self.table = nn.Embedding(16, 12)
+        self.smooth = nn.Conv1d(12, 12, 3, padding=1)
+        self.bias = nn.Parameter(torch.randn(16, 12))
+        self.register_buffer("coordinates", torch.randn(16, 2))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(features(images))
+        constant = torch.linspace(-1, 1, 16, dtype=x.dtype)
+        grid = torch.stack([constant, constant.square()], -1)
+        place = self.grid_norm(torch.tanh(self.grid(torch.cat([grid, self.coordinates])[8:24])))
+        place = place + self.table(torch.arange(16)) + grid[:, :1] * self.bias
+        x = torch.tanh(x + self.smooth(place.T).T)
+        return self.head((x * self.grid(self.coordinates)).mean(1))
+
+
+class Tokens(nn.Module):
+    """Tokens that get the rows of the batch in several ways before they meet it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(12, 12)
+        self.first = nn.Parameter(torch.randn(1, 1, 12))
+        self.second = nn.Parameter(torch.randn(12))
+        self.third = nn.Parameter(torch.randn(1, 12))
+        self.window = nn.Parameter(torch.randn(1, 2, 12))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(features(images))
+        size = len(x)
+        first = self.first.expand(size, -1, -1) + self.first.square()
+        second = x.new_zeros(size, 1, 12) + self.second
+        third = self.third.repeat(size, 1)[:, None]
+        filled = torch.zeros_like(x)
+        filled[:, 3:] = x[:, 3:]
+        x = torch.cat([self.second.expand(size, 1, -1), first, second, third, filled], 1)
+        windows = x.reshape(-1, 4, 12) + self.window.repeat(1, 2, 1)
+        windows = windows + F.layer_norm(self.window, (12,)).expand(len(windows), -1, -1).sum(
+            1, True
+        )
+        window = self.window.expand(4, -1, -1).reshape(-1, 12)[:4]
+        x = torch.tanh(windows + window).reshape(size, -1, 12)
+        return self.head(x.mean(1) * first[:, 0])
+
+
+@intercepting
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("factory", [Places, Tokens])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 12, 16])
+def test_a_constant_of_the_shape_of_a_batch_is_none(
+    engine_class: Engine, factory: Callable[[], nn.Module], size: int
+) -> None:
+    torch.manual_seed(0)
+    model = factory().double()
+    images, labels = random_batch(size, dtype=torch.float64)
+    expected = loop_of_one(model, images, labels)
+    engine = engine_class(model)
+    for _ in range(2):
+        backward(engine, images, labels)
+        assert_matches(engine, expected, rtol=1e-9)
+        engine.discard()
+
+
+class Reduced(nn.Module):
+    """Meets its parameter with something made of the batch that has no row a sample."""
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.patches = nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+        self.head = nn.Linear(12, 3)
+        self.reduce = reduce
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(features(images))
+        return self.head((x * (self.scale * self.reduce(x))).mean(1))
+
+
+@intercepting
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        Tensor.mean,
+        lambda x: x.mean((0, 1)),
+        lambda x: x.mean(0)[:7].mean(0),
+        lambda x: x.mean(2).mT,
+    ],
+    ids=["scalar", "mean", "part", "transposed"],
+)
+def test_rows_that_are_not_samples_are_refused_by_name(
+    engine_class: Engine, reduce: Callable[[Tensor], Tensor], frozen: bool
+) -> None:
+    model = Reduced(reduce)
+    model.patches.requires_grad_(not frozen)
+    engine = engine_class(model)
+    with pytest.raises(NotImplementedError, match=r"^scale meets .* made of a batch of 5"):
+        engine(random_batch(5)[0])
+
+
+@intercepting
+def test_stacking_tokens_on_the_batch_is_refused_by_name(engine_class: Engine) -> None:
+    class Stacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = nn.Parameter(torch.randn(1, 12))
+
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.cat([self.row, features(images).mean(1)], dim=0)[1:, :3]
+
+    with pytest.raises(NotImplementedError, match=r"^row: no per-sample rule for cat"):
+        engine_class(Stacks())(random_batch(3)[0])
+
+
+def doubled_unseen(x: Tensor) -> Tensor:
+    """What compiled preprocessing might do: no torch function tells where the result is from."""
+    return torch.from_numpy(2 * x.numpy())
+
+
+@intercepting
+@pytest.mark.parametrize("again", [False, True])
+def test_activations_of_unknown_origin_are_exact_or_refused(
+    engine_class: Engine, again: bool
+) -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Linear(12, 12)
+            self.head = nn.Linear(12, 3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = torch.tanh(self.patches(doubled_unseen(features(images))))
+            return self.head((x + features(images) if again else x).mean(1))
+
+    model = Hidden().double()
+    images, labels = random_batch(4, dtype=torch.float64)
+    expected = loop_of_one(model, images, labels)
+    engine = engine_class(model)
+    backward(engine, images, labels)
+    if again:
+        assert_matches(engine, expected, rtol=1e-9)
+    else:
+        with pytest.raises(RuntimeError, match=r"^patches\.weight.* received"):
+            engine.per_sample_norms()
+
+
 # Modes of running
 
 
@@ -333,6 +500,90 @@ def test_gradient_checkpointing_changes_nothing(
     for plain, checkpointed in zip(*sums, strict=True):
         for name, value in plain.items():
             torch.testing.assert_close(checkpointed[name], value, rtol=1e-9, atol=1e-9)
+
+
+class Block(nn.Module):
+    """Takes activations, a constant grid and a derived bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+        self.grid = nn.Linear(2, 12)
+
+    def forward(self, x: Tensor, grid: Tensor, *, bias: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) + self.grid(grid)) * bias
+
+
+class Checkpointed(nn.Module):
+    """Blocks that share a derived bias, after a stem without trainable parameters."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.bias = nn.Parameter(torch.randn(16, 12))
+        self.head = nn.Linear(12, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, images: Tensor) -> Tensor:
+        x, bias = features(images), torch.tanh(self.bias)
+        grid = torch.linspace(-1, 1, 32, dtype=x.dtype).reshape(16, 2)
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x, grid, bias=bias)
+            else:
+                x = checkpoint(
+                    lambda x, grid, bias, block=block: block(x, grid, bias=bias),
+                    x,
+                    grid,
+                    bias,
+                    use_reentrant=self.use_reentrant,
+                )
+        return self.head(x.mean(1))
+
+
+@intercepting
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_repeated_block_knows_its_operands(
+    engine_class: Engine, use_reentrant: bool, size: int
+) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(None).double()
+    images, labels = random_batch(size, dtype=torch.float64)
+    expected = loop_of_one(model, images, labels)
+    model.use_reentrant = use_reentrant
+    engine = engine_class(model)
+    for _ in range(2):
+        backward(engine, images, labels)
+        assert_matches(engine, expected, rtol=1e-9)
+        engine.discard()
+
+
+@intercepting
+@pytest.mark.parametrize("factory", [tiny_vit, tiny_dinov2])
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_activation_checkpointing_through_the_trainer_changes_nothing(
+    engine_class: Engine,
+    factory: Callable[..., nn.Module],
+    use_reentrant: bool | None,
+    tmp_path: Path,
+) -> None:
+    (mode,) = (name for name, kind in ENGINES.items() if kind is engine_class)
+    weights = []
+    for checkpointing in (False, True):
+        kwargs = None if use_reentrant is None else {"use_reentrant": use_reentrant}
+        trainer = trainer_of(
+            tmp_path / str(checkpointing),
+            factory(dropout=0.2),
+            grad_sample_mode=mode,
+            max_steps=3,
+            activation_checkpointing=checkpointing,
+            activation_checkpointing_kwargs=kwargs,
+        )
+        trainer.train()
+        weights.append(trainer.model.state_dict())
+    for name, plain in weights[0].items():
+        torch.testing.assert_close(weights[1][name], plain, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @intercepting

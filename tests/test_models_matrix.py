@@ -33,12 +33,16 @@ def named(families: list[Family]) -> pytest.MarkDecorator:
 
 
 @named(SUPPORTED)
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_batches_of_one(
-    family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: Family, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where every weight's gradient is held as a pair, and where none is."""
+    """Also where every weight's gradient is held as a pair, and where none is.
+
+    The batch is as large as some constants in these models are, and 3, as which few are.
+    """
     model = build(family)
-    images, labels = random_batch(3, image_size=family.image_size, dtype=torch.float64)
+    images, labels = random_batch(size, image_size=family.image_size, dtype=torch.float64)
     freeze_unread(model, logits_of(model(images)))
     expected = loop_of_one(model, images, labels)
 

@@ -157,6 +157,7 @@ class _InterceptingEngine(PerSampleEngine):
 
     def discard(self) -> None:
         self.set_units(None, 0)
+        self._interception.forget()
         self._armed = False
         self._passes_taken = 0
         for p in self._trainable.values():

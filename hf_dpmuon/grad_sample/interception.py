@@ -11,8 +11,10 @@ its output from *detached* parameters, so that autograd computes no weight gradi
 passes a `_Tap`, which in the backward pass hands over the output's gradient and the inputs that the
 rule of that function needs.
 
-What is an activation is known from where it came, never from its shape: the inputs of the model are,
-and so is whatever a function makes of one.
+An activation is known by where it came from, never by its shape: the inputs of the model are
+activations, and so is whatever a function makes of one. Where that is lost (in a function that
+nobody sees), the tensor passes for a constant, and what a parameter makes of it for derived: that
+is exact as well, or ends in a ``p.grad``.
 
 Shape letters: R rows (leading dimension of activations, k to a sample, sample by sample, as in
 windowed attention), B samples, T positions, C channels.
@@ -20,15 +22,15 @@ windowed attention), B samples, T positions, C channels.
 Guarantees:
     * A parameter that meets the batch where this module does not look (a compiled or scripted
       function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
-    * A parameter that meets a tensor of unknown origin, or one made of the batch whose rows cannot
-      be told apart, is refused by name.
+    * A parameter that meets a tensor made of the batch whose rows are not those of the samples is
+      refused by name.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 Parameters = tuple[nn.Parameter, ...]
 Receive = Callable[..., None]
-Origin = bool | Tensor | None  # made of the batch or not, or the derived tensor itself; or unknown
+Origin = Tensor | bool  # a derived tensor, or whether a tensor was made of the batch
 
 # Functions in which each row of the output depends on the same row of every operand, once operands
 # of fewer dimensions are broadcast: a derived tensor may be expanded along the rows before them.
@@ -111,17 +113,14 @@ class ParameterInterception(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.batch_size = 0
-        self._model = model
         self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self._report = report
         self._to_units = to_units
         self._unit_tokens = unit_tokens
-        self._sources: WeakIdKeyDictionary = WeakIdKeyDictionary()  # derived tensor -> parameters
-        self._expanded_from: WeakIdKeyDictionary = WeakIdKeyDictionary()  # along a new first dim
-        self._aliases: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in a recomputation -> derived
-        # Tensor -> whether it was made of the batch; absent if it was made where nobody looked.
-        self._of_batch: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._buffers: set[int] = set()
+        self._sources: MutableMapping[Tensor, Parameters] = WeakIdKeyDictionary()  # of derived ones
+        self._expanded_from: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # rows were new
+        self._aliases: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # of derived ones
+        self._of_batch: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
         self._calls: dict[nn.Module, list[Origin]] = {}
         self._warned: set[tuple[str, str]] = set()
         self._rules: Mapping[Any, Callable[..., Tensor]] = {
@@ -142,16 +141,18 @@ class ParameterInterception(TorchFunctionMode):
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Prepare for a forward pass of which these are all inputs; their rows are the batch."""
         self.batch_size = len(inputs[0])
-        self._buffers = {id(buffer) for buffer in self._model.buffers()}
         self._calls.clear()
-        for t in inputs:
-            self._of_batch[t] = True
+        self._mark(inputs)
+
+    def forget(self) -> None:
+        """Drop what is kept for calls that activation checkpointing would repeat."""
+        self._calls.clear()
 
     def remember_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
         """Note what a module is called with, in case activation checkpointing calls it again."""
-        origins = [t if self._is_shared(t) else self._origin(t) for t in _tensors(operands)]
-        former = self._calls.get(module, origins)
-        self._calls[module] = [a if a is b else None for a, b in zip(former, origins)]  # noqa: B905
+        self._calls[module] = [
+            t if self._is_shared(t) else self._is_batched(t) for t in _tensors(operands)
+        ]
 
     def recall_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
         """Know the operands of a repeated call, new tensors, as those of the first."""
@@ -160,8 +161,8 @@ class ParameterInterception(TorchFunctionMode):
                 if origin is not t:
                     self._sources[t] = self._parameters_of(origin)
                     self._aliases[t] = origin
-            elif origin is not None:
-                self._of_batch[t] = origin
+            elif origin:
+                self._mark([t])
 
     def __torch_function__(
         self,
@@ -197,7 +198,7 @@ class ParameterInterception(TorchFunctionMode):
         if name in INDEXING | LIKE_ANOTHER | EXPANSIONS:
             return self._derive(func, args, kwargs, shared)
         batched = [t for t in operands if self._is_batched(t)]
-        self._check_origins(shared, operands, batched)
+        self._check_rows(batched, shared)
         if not batched:
             return self._derive(func, args, kwargs, shared)
         if func in self._rules:
@@ -206,18 +207,7 @@ class ParameterInterception(TorchFunctionMode):
             return self._row_by_row(func, args, kwargs, batched)
         return self._functorch(func, args, kwargs, shared, batched)
 
-    def _check_origins(
-        self, shared: Sequence[Tensor], operands: Sequence[Tensor], batched: Sequence[Tensor]
-    ) -> None:
-        for t in operands:
-            if not self._is_shared(t) and self._origin(t) is None:
-                raise NotImplementedError(
-                    f"{self._all_named(shared)} meets a tensor of shape {tuple(t.shape)} of which "
-                    "it is not known whether it was made of the batch (it was made outside the "
-                    "forward pass, or by a compiled function or an autograd.Function); make it a "
-                    "buffer or an input of the model, or freeze the parameter with "
-                    "requires_grad_(False)."
-                )
+    def _check_rows(self, batched: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
         for t in batched if self.batch_size > 1 else ():
             if t.dim() == 0 or t.shape[0] % self.batch_size:
                 raise NotImplementedError(
@@ -235,39 +225,28 @@ class ParameterInterception(TorchFunctionMode):
         )
 
     def _is_batched(self, t: Tensor) -> bool:
-        return not self._is_shared(t) and self._origin(t) is True
-
-    def _origin(self, t: Tensor) -> bool | None:
-        """Whether a tensor was made of the batch; None if that is not known."""
         if isinstance(t, nn.Parameter) or t in self._sources:
             return False
         base = t._base
-        if t.requires_grad or (base is not None and self._of_batch.get(base)):
-            return True
-        origin: bool | None = self._of_batch.get(t)
-        if origin is None and (id(t) in self._buffers or id(base) in self._buffers):
-            return False
-        return origin
+        return (
+            t.requires_grad or t in self._of_batch or (base is not None and base in self._of_batch)
+        )
+
+    def _mark(self, tensors: Iterable[Tensor]) -> None:
+        for t in tensors:
+            self._of_batch[t] = None
 
     def _follow(self, func: Any, operands: Sequence[Tensor], result: Any) -> None:
-        """Note what the results of a call were made of."""
+        """Mark what a call made of the batch."""
         name = func.__name__
         written = name in WRITES or (bool(operands) and result is operands[0])
-        if not written and not isinstance(result, (Tensor, list, tuple)):
+        if not (written or isinstance(result, (Tensor, list, tuple))) or name.startswith("new_"):
             return
-        origins = [] if name.startswith("new_") else [self._origin(t) for t in operands]
-        if True in origins:
-            origin = True
-        elif None in origins:
-            return
-        else:
-            origin = False
-        for t in _tensors((result,)):
-            self._of_batch[t] = origin
-        if written and origin:
-            target = operands[0]
-            self._of_batch[target if target._base is None else target._base] = True
-            self._of_batch[target] = True
+        if any(self._is_batched(t) for t in operands):
+            self._mark(_tensors((result,)))
+            if written:
+                target = operands[0]
+                self._mark([target] if target._base is None else [target, target._base])
 
     def _parameters_of(self, t: Tensor) -> Parameters:
         return (t,) if isinstance(t, nn.Parameter) else self._sources[t]
