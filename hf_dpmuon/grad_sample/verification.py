@@ -1,11 +1,13 @@
 """Compares an engine with plain autograd on batches of one, before a run begins.
 
 Receives an engine and the run's own loss on rows that stand in for private ones; returns nothing,
-or an error that names the parameter and says what to do. A loss or collator that couples samples, a
-parameter that nothing reads, and a layer whose gradients an engine gets wrong all show here.
+or an error that names the parameter or buffer and says what to do. A model, loss or collator that
+couples samples, a parameter that nothing reads, a layer whose gradients an engine gets wrong, and
+one that keeps statistics of its batches all show here.
 
 Guarantees:
-    Weights, module modes, gradients and `torch`'s global CPU generator are as before afterwards.
+    Weights, buffers, module modes, gradients and `torch`'s global CPU generator are as before
+    afterwards.
 """
 
 from __future__ import annotations
@@ -25,20 +27,28 @@ WEIGHT_SHIFT = 0.02  # a head of zeros, as fresh heads often are, would hide eve
 RELATIVE_TOLERANCE = 1e-3  # of the parameter's own gradient; float32 rounding is far below
 ABSOLUTE_TOLERANCE = 1e-5  # of the whole gradient, for parameters whose gradient nearly cancels
 
+# Several sizes, since a fault may show only where a batch is as large as something else; row 0 is
+# the first, the last, and inside. Each batch shares with its partner row 0 and the size alone.
+BATCHES = (((1, 0), (2, 0)), ((0, 1, 2), (0, 3, 4)), ((1, 0, 2, 3), (4, 0, 1, 2)))
 
-def verify_per_sample_gradients(
-    engine: PerSampleEngine, summed_loss: Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
-) -> None:
+SummedLoss = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
+
+
+def verify_per_sample_gradients(engine: PerSampleEngine, summed_loss: SummedLoss) -> None:
     """Check that the gradient of row 0 is its own, whatever batch it is in.
+
+    That it does not change with the other rows is checked in training mode under equal dropout, and
+    that it is right without dropout.
 
     Args:
         engine: Around the plain model, with dropout or without.
         summed_loss: Given the engine or the plain model and the numbers of some of five rows,
-            returns the loss summed over those rows, and how many they are.
+            returns the loss summed over those rows, and how many they are; where a row becomes
+            several, these are consecutive.
 
     Raises:
-        ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, or one
-            sample's gradient depends on the other samples.
+        ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, one sample's
+            gradient depends on the other samples, or training changes the model's state.
     """
     parameters = {n: p for n, p in engine._module.named_parameters() if p.requires_grad}
 
@@ -47,36 +57,49 @@ def verify_per_sample_gradients(
         torch.manual_seed(0)  # a collator may augment at random, each row from its own draws
         loss, size = summed_loss(engine, rows)
         loss.backward()  # type: ignore[no-untyped-call]
-        first = torch.zeros(size, device=loss.device)
-        first[0] = 1.0
+        copies = size // len(rows)
+        weights = torch.zeros(size, device=loss.device)
+        weights[rows.index(0) * copies :][:copies] = 1.0
         into = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        engine.add_weighted_sum(dict.fromkeys(engine.per_sample_norms(), first), into=into)
+        engine.add_weighted_sum(dict.fromkeys(engine.per_sample_norms(), weights), into=into)
+        engine.discard()
         return into
 
-    with _moved_weights(list(parameters.values())), _without_dropout(engine):
-        alone = _plain_gradient(engine, summed_loss, parameters)
-        in_a_batch = gradient_of_row_0((0, 1, 2))
-        in_another = gradient_of_row_0((0, 3, 4))
-        engine.discard()
-    norm = math.sqrt(sum(float(g.norm()) ** 2 for g in alone.values()))
-    for name, gradient in alone.items():
-        tolerance = RELATIVE_TOLERANCE * float(gradient.norm()) + ABSOLUTE_TOLERANCE * norm
-        if not float((in_a_batch[name] - in_another[name]).norm()) <= tolerance:
-            raise ValueError(
-                f"the gradient of one sample with respect to {name} changes with the other "
-                "samples of its batch, so no bound on one sample holds: use a collator without "
-                "mixup or CutMix, and a loss that is a plain mean over rows."
-            )
-        if not float((in_a_batch[name] - gradient).norm()) <= tolerance:
-            raise ValueError(
-                f"the per-sample gradients of {name} differ from those of a batch of one; "
-                "freeze it, or check that compute_loss returns a mean over rows."
-            )
+    def compare(a: dict[str, Tensor], b: dict[str, Tensor], message: str) -> None:
+        norm = math.sqrt(sum(float(gradient.norm()) ** 2 for gradient in a.values()))
+        for name, gradient in a.items():
+            tolerance = RELATIVE_TOLERANCE * float(gradient.norm()) + ABSOLUTE_TOLERANCE * norm
+            if not float((b[name] - gradient).norm()) <= tolerance:
+                raise ValueError(message.format(name))
+
+    with _moved_weights(list(parameters.values())), _restored_buffers(engine._module):
+        with _modes(engine, lambda _: True):
+            state = {name: t.clone() for name, t in _state(engine._module)}
+            gradient_of_row_0(BATCHES[0][0])
+            _check_unchanged(state, engine._module)
+            for one, another in BATCHES:
+                compare(gradient_of_row_0(one), gradient_of_row_0(another), COUPLED)
+        # Only modules that own parameters stay in training mode, as some engines' hooks need.
+        with _modes(engine, lambda module: any(True for _ in module.parameters(recurse=False))):
+            alone = _plain_gradient(engine, summed_loss, parameters)
+            for rows, _ in BATCHES:
+                compare(alone, gradient_of_row_0(rows), WRONG)
+
+
+COUPLED = (
+    "the gradient of one sample with respect to {} changes with the other samples of its batch, so "
+    "no bound on one sample holds: use a collator without mixup or CutMix, a model whose layers do "
+    "not mix samples, and a loss that is a plain mean over rows."
+)
+WRONG = (
+    "the per-sample gradients of {} differ from those of a batch of one; freeze it, or check that "
+    "compute_loss returns a mean over rows."
+)
 
 
 def _plain_gradient(
     engine: PerSampleEngine,
-    summed_loss: Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]],
+    summed_loss: SummedLoss,
     parameters: dict[str, nn.Parameter],
 ) -> dict[str, Tensor]:
     """Gradient of row 0 alone, by autograd and no engine."""
@@ -113,13 +136,51 @@ def _moved_weights(parameters: list[nn.Parameter]) -> Iterator[None]:
                     p.grad = None
 
 
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_unchanged(before: dict[str, Tensor], model: nn.Module) -> None:
+    """Raw statistics of private rows in a buffer would be saved with the model."""
+
+    def equal(a: Tensor, b: Tensor | None) -> bool:
+        return b is not None and a.shape == b.shape and bool(((a == b) | (a != a)).all())
+
+    changed = [name for name, t in _state(model) if not equal(t, before.get(name))]
+    if changed:
+        raise ValueError(
+            f"a forward pass in training mode changes {', '.join(changed)}, which no noise "
+            "protects and which would be saved with the model: use GroupNorm or another layer "
+            "without running statistics, or one that keeps them frozen in training mode, too "
+            "(torchvision.ops.FrozenBatchNorm2d)."
+        )
+
+
 @contextmanager
-def _without_dropout(engine: PerSampleEngine) -> Iterator[None]:
-    """Only modules that own parameters stay in training mode, as some engines' hooks need."""
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Put back what a forward pass changes in buffers or frozen parameters, or adds to them."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    kept = [(t, t.clone()) for t in (*model.buffers(), *frozen)]
+    try:
+        yield
+    finally:
+        for module, owned in buffers:
+            module._buffers.clear()
+            module._buffers.update(owned)
+        with torch.no_grad():
+            for t, value in kept:
+                t.copy_(value)
+
+
+@contextmanager
+def _modes(engine: PerSampleEngine, training: Callable[[nn.Module], bool]) -> Iterator[None]:
+    """Put each module into training or eval mode for a while."""
     modes = {module: module.training for module in engine.modules()}
     try:
         for module in modes:
-            module.training = any(True for _ in module.parameters(recurse=False))
+            module.training = training(module)
         yield
     finally:
         for module, mode in modes.items():
