@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_dinov2, tiny_timm_vit, tiny_vit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from per_sample_oracle import (
     assert_matches,
     backward,
@@ -32,6 +34,8 @@ from hf_dpmuon.grad_sample import (
     PerSampleEngine,
 )
 from hf_dpmuon.grad_sample.contributions import OuterProducts
+from hf_dpmuon.grad_sample.engine import row_norms
+from hf_dpmuon.mechanism import clip_factors
 
 Engine = type[PerSampleEngine]
 INTERCEPTING = [BookKeepingGradSampleModule, GhostGradSampleModule]
@@ -59,6 +63,58 @@ def test_a_weight_waits_in_the_form_that_holds_less(tokens: int, form_held: str)
         into = torch.ones(16, 8).double()
         gradient.add_weighted_sum(weights, into=into, mask_zeros=True)
         torch.testing.assert_close(into, 1 + 2 * expected[0] - expected[2])
+
+
+@st.composite
+def cancelling_tokens(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Tokens of four units whose gradients nearly cancel, to any degree and in any number."""
+    seed, pairs = draw(st.integers(0, 2**31)), draw(st.integers(1, 20))
+    inputs, outputs = draw(st.sampled_from([(1, 1), (3, 200), (64, 64), (400, 30)]))
+    spread = 10.0 ** draw(st.integers(-7, 1))
+    scale = 10.0 ** draw(st.integers(-4, 4))
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    base = normal(4, 1, inputs) * scale
+    away = normal(4, pairs, inputs) * spread * scale
+    g = normal(4, pairs, outputs)
+    nearly = spread * draw(st.booleans())  # or the gradients cancel exactly
+    g_other = -g * (1 + nearly * normal(4, pairs, 1))
+    return torch.cat([base + away, base - away], 1), torch.cat([g, g_other], 1)
+
+
+@pytest.mark.usefixtures("form")
+@given(cancelling_tokens(), st.sampled_from([1e-3, 1.0, 1e3]))
+@settings(
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_a_clipped_gradient_keeps_its_bound_where_tokens_cancel(
+    tokens: tuple[Tensor, Tensor], bound: float
+) -> None:
+    a_UTD, g_UTP = tokens
+    pair = OuterProducts(a_UTD, g_UTP, torch.Size((g_UTP.shape[2], a_UTD.shape[2])))
+    norms = pair.norms()
+    assert norms.isfinite().all()
+    # Exact products in float64, summed in two halves that cancel.
+    true = (g_UTP.double().mT @ a_UTD.double()).flatten(1).norm(dim=1)
+    factors = clip_factors({"weight": norms}, max_grad_norm=bound, clipping="flat", num_layers=1)[
+        "weight"
+    ]
+    assert (factors * true <= bound * (1 + 1e-5)).all()
+    sizes = (a_UTD.double().norm(dim=2) * g_UTP.double().norm(dim=2)).sum(1)
+    assert (norms <= true * (1 + 1e-5) + 1e-13 * sizes).all(), "clipped more than needed"
+
+
+@pytest.mark.parametrize("size", [10, 4096, 10**6 + 7])
+def test_norms_of_large_gradients_lose_nothing_to_their_length(size: int) -> None:
+    rows = torch.randn(3, size)
+    torch.testing.assert_close(
+        row_norms(rows).double(), rows.double().norm(dim=1), rtol=1e-6, atol=0.0
+    )
 
 
 # Units and passes
@@ -94,6 +150,59 @@ def test_rows_of_a_unit_add_up_before_the_norm(
     engine.discard()
     backward(engine, images, labels)
     assert len(next(iter(engine.per_sample_norms().values()))) == 6, "units outlive discard"
+
+
+class Windows(nn.Module):
+    """Attention in windows, an embedding, a convolution and bare parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 3, padding=1)
+        self.norm = nn.GroupNorm(3, 12)
+        self.inner = nn.Linear(12, 12)
+        self.bias = nn.Parameter(torch.randn(4, 12))
+        self.table = nn.Embedding(5, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.stem(images))).flatten(2).mT.reshape(-1, 4, 12)
+        x = torch.tanh(self.inner(x) + torch.tanh(self.bias))
+        x = x.reshape(len(images), -1, 12).mean(1)
+        return self.head(x * self.table((images[:, 0, 0, 0] > 0).long()))
+
+
+@pytest.mark.parametrize(
+    ("engine_class", "factory"),
+    [
+        (HooksGradSampleModule, tiny_timm_vit),
+        *[(kind, factory) for kind in INTERCEPTING for factory in (tiny_timm_vit, Windows)],
+    ],
+)
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("unit_of_row", [[0, 1, 2, 3, 4, 5], [2, 0, 0, 0, 2, 1], [1] * 6])
+def test_the_mean_over_rows_of_a_unit_is_that_of_a_batch_of_its_rows(
+    engine_class: Engine, factory: Callable[[], nn.Module], unit_of_row: list[int]
+) -> None:
+    torch.manual_seed(0)
+    model = factory().double().train()
+    images, labels = random_batch(6, dtype=torch.float64)
+    units = torch.tensor(unit_of_row)
+    present = sorted(set(unit_of_row))
+    batches = []
+    for unit in present:
+        loss = F.cross_entropy(logits_of(model(images[units == unit])), labels[units == unit])
+        batches.append(torch.autograd.grad(loss, list(trainable(model).values())))
+    engine = engine_class(model)
+    engine.set_units(units, 6, reduction="mean")
+    backward(engine, images, labels)
+    norms = engine.per_sample_norms()
+    for k, name in enumerate(trainable(model)):
+        for unit, gradients in zip(present, batches, strict=True):
+            one = torch.nn.functional.one_hot(torch.tensor(unit), 6).double()
+            torch.testing.assert_close(norms[name][unit], gradients[k].norm(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                weighted_sum(engine, one)[name], gradients[k], rtol=1e-9, atol=1e-9, msg=name
+            )
 
 
 @intercepting

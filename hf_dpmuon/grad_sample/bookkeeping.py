@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class _InterceptingEngine(PerSampleEngine):
             report=self._receive,
             to_units=self._sum_rows,
             unit_tokens=self._unit_tokens,
+            weighted_rows=self._weighted_rows,
         )
         self._recomputing: list[nn.Module] = []  # the module that activation checkpointing called
         self._armed = False
@@ -121,8 +122,14 @@ class _InterceptingEngine(PerSampleEngine):
     def _watch_output(self, output: Any) -> Any:
         """Count a pass when its output is used; return what the loss is to be computed from."""
 
-    def set_units(self, unit_of_row: Tensor | None, num_units: int) -> None:
-        super().set_units(unit_of_row, num_units)
+    def set_units(
+        self,
+        unit_of_row: Tensor | None,
+        num_units: int,
+        *,
+        reduction: Literal["sum", "mean"] = "sum",
+    ) -> None:
+        super().set_units(unit_of_row, num_units, reduction=reduction)
         if unit_of_row is not None:
             counts = torch.bincount(unit_of_row, minlength=num_units)
             order = unit_of_row.argsort(stable=True)

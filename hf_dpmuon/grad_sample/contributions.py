@@ -23,13 +23,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_dpmuon.grad_sample.engine import add_weighted, at_least_float32
+from hf_dpmuon.grad_sample.engine import add_weighted, at_least_float32, row_norms
 
 __all__ = ["Contribution", "OuterProducts", "UnitGradients", "combine"]
 
 # Norms come from Gram matrices where these take at most this many times the multiplications of the
 # gradients themselves: T^2 (D + P) against T D P.
 GRAM_ALLOWANCE = 1.0
+
+# A norm in float32 counts where it is at least this part of sum_t |a_t| |g_t|; where tokens cancel
+# to less, it is taken again in float64. Rounding changes the square of a norm from Gram matrices by
+# up to 1e-6 of the square of that sum, and a gradient by up to 1e-7 of that sum: in both cases the
+# norm by less than 1e-5 of itself.
+GRAM_LEAST = 0.25
+DIRECT_LEAST = 1 / 64
 
 # Gradients are held where they take at most this many times the memory of the pair that gives them,
 # D P against T (D + P): their sum is cheaper, an addition over units and not a product over tokens.
@@ -63,7 +70,7 @@ class UnitGradients:
     values_U: Tensor
 
     def norms(self) -> Tensor:  # noqa: D102
-        return _row_norms(self.values_U)
+        return row_norms(self.values_U)
 
     def add_weighted_sum(  # noqa: D102
         self, weights: Tensor, *, into: Tensor, mask_zeros: bool
@@ -94,11 +101,19 @@ class OuterProducts:
     def norms(self) -> Tensor:  # noqa: D102
         a_UTD, g_UTP = at_least_float32(self.a_UTD), at_least_float32(self.g_UTP)
         if self._num_tokens == 1:
-            return _row_norms(a_UTD) * _row_norms(g_UTP)
+            return row_norms(a_UTD) * row_norms(g_UTP)
+        a_UT, g_UT = (torch.linalg.vector_norm(x, dim=2) for x in (a_UTD, g_UTP))
+        sizes_U = (a_UT * g_UT).sum(1)  # what the norm would be if no token cancelled another
         if self._pair_size > GRAM_ALLOWANCE * self.shape.numel():
-            return _row_norms(self.gradients())
-        gram_UTT = torch.bmm(a_UTD, a_UTD.mT).mul_(torch.bmm(g_UTP, g_UTP.mT))
-        return gram_UTT.sum((1, 2)).clamp(min=0).sqrt()
+            norms_U, least = row_norms(self.gradients()), DIRECT_LEAST
+        else:
+            gram_UTT = torch.bmm(a_UTD, a_UTD.mT).mul_(torch.bmm(g_UTP, g_UTP.mT))
+            norms_U, least = gram_UTT.sum((1, 2)).clamp(min=0).sqrt(), GRAM_LEAST
+        for u in (norms_U < least * sizes_U).nonzero().flatten().tolist():
+            gradient = g_UTP[u].double().mT @ a_UTD[u].double()
+            rounding = (self._num_tokens + 1) * torch.finfo(torch.float64).eps * sizes_U[u].double()
+            norms_U[u] = gradient.norm() + rounding
+        return norms_U
 
     def add_weighted_sum(  # noqa: D102
         self, weights: Tensor, *, into: Tensor, mask_zeros: bool
@@ -133,11 +148,6 @@ class OuterProducts:
     def _pair_size(self) -> int:
         """Numbers a unit, T (D + P)."""
         return self._num_tokens * (self.a_UTD.shape[2] + self.g_UTP.shape[2])
-
-
-def _row_norms(x_U: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x_U.reshape(len(x_U), -1), dim=1)
-    return norms
 
 
 def combine(uses: Sequence[Contribution]) -> Contribution:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 
 __all__ = ["PerSampleEngine"]
+
+PIECE = 4096  # numbers whose squares are added up at once
 
 
 class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
@@ -38,18 +41,32 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
         self.passes = passes
         self._unit_of_row: Tensor | None = None
         self._num_units = 0
+        self._row_weights: Tensor | None = None
         super().__init__(model, loss_reduction="sum", strict=True)
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
-    def set_units(self, unit_of_row: Tensor | None, num_units: int) -> None:
+    def set_units(
+        self,
+        unit_of_row: Tensor | None,
+        num_units: int,
+        *,
+        reduction: Literal["sum", "mean"] = "sum",
+    ) -> None:
         """Say which unit owns each row, from the next forward pass to ``discard``.
 
         Args:
             unit_of_row: int64 of shape (B,), values in [0, num_units); None if row i is unit i.
             num_units: U, the number of units in this physical batch.
+            reduction: A unit's gradient is the sum of those of its rows, or their mean: each row
+                counts 1 / (rows of its unit), whatever the loss. Backpropagate the sum over rows.
         """
         self._unit_of_row = unit_of_row
         self._num_units = num_units
+        self._row_weights = None
+        if unit_of_row is not None and reduction == "mean":
+            rows_of_unit = torch.bincount(unit_of_row, minlength=num_units)
+            if rows_of_unit.max() > 1:
+                self._row_weights = 1 / rows_of_unit[unit_of_row].double()
 
     @abstractmethod
     def per_sample_norms(self) -> dict[str, Tensor]:
@@ -90,12 +107,31 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
         if self._unit_of_row is None:
             return gradient_rows
         units = gradient_rows.new_zeros(self._num_units, *gradient_rows.shape[1:])
-        return units.index_add_(0, self._unit_of_row, gradient_rows)
+        return units.index_add_(0, self._unit_of_row, self._weighted_rows(gradient_rows))
+
+    def _weighted_rows(self, gradient_rows: Tensor) -> Tensor:
+        """Gradients that belong to rows (B, ...), by what each row counts in its unit."""
+        if self._row_weights is None:
+            return gradient_rows
+        gradient_rows = at_least_float32(gradient_rows)
+        weights = self._row_weights.to(gradient_rows.dtype)
+        return gradient_rows * weights.view(-1, *(1,) * (gradient_rows.dim() - 1))
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Return ``x``, or its float32 form where it is narrower."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """(U, ...) to (U,): norms in pieces, since a long sum in float32 loses up to 1e-4."""
+    flat = x.reshape(len(x), -1)
+    whole = flat.shape[1] // PIECE * PIECE
+    pieces = flat[:, :whole].reshape(len(x), whole // PIECE, PIECE)
+    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
+    norms = torch.cat([torch.linalg.vector_norm(pieces, dim=2), rest], 1)
+    total: Tensor = torch.linalg.vector_norm(norms, dim=1)
+    return total
 
 
 def any_zero(weights: Mapping[str, Tensor]) -> bool:

@@ -19,7 +19,13 @@ from opacus.grad_sample import register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
 
-from hf_dpmuon.grad_sample.engine import PerSampleEngine, add_weighted, any_zero, at_least_float32
+from hf_dpmuon.grad_sample.engine import (
+    PerSampleEngine,
+    add_weighted,
+    any_zero,
+    at_least_float32,
+    row_norms,
+)
 
 __all__ = ["HooksGradSampleModule"]
 
@@ -147,7 +153,7 @@ class HooksGradSampleModule(PerSampleEngine):
                 yield name, self._sum_rows(at_least_float32(passes))
 
     def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
-        norms = {name: gradient.flatten(1).norm(dim=1) for name, gradient in self._taken()}
+        norms = {name: row_norms(gradient) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:
             sizes = {name: len(norm) for name, norm in norms.items()}
             raise RuntimeError(f"per-sample gradients disagree on the batch size: {sizes}.")

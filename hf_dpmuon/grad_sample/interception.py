@@ -99,8 +99,9 @@ class ParameterInterception(TorchFunctionMode):
     Args:
         model: Its parameters that are trainable now are watched.
         report: Called in the backward pass with a parameter and one use's gradients.
-        to_units: Sums (B, ...) over the rows of each unit.
+        to_units: Sums gradients (B, ...) over the rows of each unit, by what each row counts.
         unit_tokens: Lays (B, T, ...) out as (U, tokens of the unit, ...).
+        weighted_rows: Multiplies gradients (B, ...) by what each row counts in its unit.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class ParameterInterception(TorchFunctionMode):
         report: Callable[[nn.Parameter, Contribution], None],
         to_units: Callable[[Tensor], Tensor],
         unit_tokens: Callable[[Tensor], Tensor],
+        weighted_rows: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__()
         self.batch_size = 0
@@ -117,6 +119,7 @@ class ParameterInterception(TorchFunctionMode):
         self._report = report
         self._to_units = to_units
         self._unit_tokens = unit_tokens
+        self._weighted_rows = weighted_rows
         self._sources: MutableMapping[Tensor, Parameters] = WeakIdKeyDictionary()  # of derived ones
         self._expanded_from: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # rows were new
         self._aliases: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # of derived ones
@@ -300,7 +303,8 @@ class ParameterInterception(TorchFunctionMode):
                 self._report(p, UnitGradients(at_least_float32(gradient)))
 
     def _report_outer_products(self, weight: Tensor, a_BTD: Tensor, g_BTP: Tensor) -> None:
-        use = OuterProducts(self._unit_tokens(a_BTD), self._unit_tokens(g_BTP), weight.shape)
+        a_UTD, g_UTP = self._unit_tokens(a_BTD), self._unit_tokens(self._weighted_rows(g_BTP))
+        use = OuterProducts(a_UTD, g_UTP, weight.shape)
         if isinstance(weight, nn.Parameter):
             self._report(weight, use)
         else:
