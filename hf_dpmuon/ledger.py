@@ -70,7 +70,6 @@ class PrivacyLedger:
         self.path = Path(path)
         self._runs: list[RunFacts] = []
         self._events: list[NoiseEvent] = []
-        self._by_step: dict[int, list[NoiseEvent]] = {}
         self._segments: list[SampledGaussian] = []
         self._chain: list[str] = []
         self._size = 0  # bytes of whole lines
@@ -130,36 +129,21 @@ class PrivacyLedger:
         self._append({"kind": "run", **asdict(facts)})
         self._runs.append(facts)
 
-    def record(self, event: NoiseEvent) -> bool:
+    def record(self, event: NoiseEvent) -> None:
         """Puts a noise draw on the disk; to be called before the weights move.
 
-        A run that resumes from a checkpoint older than the ledger's end draws the same noise on
-        the same sums again. An event equal to one of the same step, digest included, is that same
-        release: it is not written and costs nothing. Any other event is a further draw and costs,
-        also at a step that was recorded before; the caller must then have drawn fresh noise
-        (compare with :meth:`recorded` before releasing).
-
-        Returns:
-            Whether the event was new.
+        Every call counts. Whether a release is one that was recorded before, and so free, is for
+        the caller to know: equal values do not prove it.
 
         Raises:
             ValueError: No run is open, or the event's noise or sampling rate is outside its range.
             OSError: The line could not be written; the ledger is as before.
-            RuntimeError: Somebody else wrote to the file since this ledger was loaded.
         """
         if not self._runs:
             raise ValueError("no run is open in this ledger; call open_run before record.")
-        if event in self._by_step.get(event.step, []):
-            return False
         mechanism = _mechanism(event)
         self._append({"kind": "noise", **asdict(event)})
         self._count(event, mechanism)
-        return True
-
-    def recorded(self, step: int) -> NoiseEvent | None:
-        """Returns the last noise draw of a logical step, or None if there was none."""
-        events = self._by_step.get(step)
-        return events[-1] if events else None
 
     @property
     def runs(self) -> tuple[RunFacts, ...]:
@@ -239,7 +223,6 @@ class PrivacyLedger:
 
     def _count(self, event: NoiseEvent, mechanism: SampledGaussian) -> None:
         self._events.append(event)
-        self._by_step.setdefault(event.step, []).append(event)
         last = self._segments[-1] if self._segments else None
         if last and (last.noise_multiplier, last.sample_rate) == (
             mechanism.noise_multiplier,

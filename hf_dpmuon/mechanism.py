@@ -158,7 +158,7 @@ class GaussianMechanism:
         self.clipping: Clipping = clipping
         self.loss_scale = loss_scale
         self.votes = 0.0
-        self._noise_key = noise_key
+        self.noise_key = noise_key
         self._fixed_noise = fixed_noise
         self._parameters = _trainable(module)
         self._total, self._sums = _flat_views(self._parameters)
@@ -246,7 +246,7 @@ class GaussianMechanism:
         total = b"" if self._fixed_noise else _sha256(self._total[:-1])
 
         def draw(name: str) -> NDArray[np.float32]:
-            generator = keyed_generator(self._noise_key, use.encode(), total, name.encode())
+            generator = keyed_generator(self.noise_key, use.encode(), total, name.encode())
             shape = tuple(self._parameters[name].shape)
             return generator.standard_normal(shape, dtype=np.float32)
 

@@ -18,7 +18,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
 from hf_dpmuon.sampling import generator_state, restore_generator, secret_generator
+from hf_dpmuon.spectral import NOISE_AWARE_MAPS
 
 __all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
 
@@ -38,6 +39,26 @@ LEDGER_FILE = "privacy_ledger.jsonl"
 STATE_FILE = "privacy_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
+
+FIXED_SETTINGS = (
+    "dp_optimizer",
+    "dp_filter",
+    "learning_rate",
+    "vector_learning_rate",
+    "weight_decay",
+    "orthogonalize_head",
+    "orthogonalize_patch_embedding",
+    "spectral_map",
+    "ns_coefficients",
+    "ns_steps",
+    "adjust_lr",
+    "correct_for_noise",
+    "sgd_momentum",
+    "doppler_coefficients",
+    "disk_kappa",
+    "disk_gamma",
+)
+NOISE_SETTINGS = ("per_sample_max_grad_norm", "logical_batch_size")
 
 T = TypeVar("T")
 
@@ -102,6 +123,21 @@ class PrivacyPlan:
             delta=delta,
             noise_multiplier=sigma,
         )
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """What all processes must know of a checkpoint.
+
+    Attributes:
+        sampling: State of the sampling generator.
+        noise_key: Secret key of the noise.
+        replays: By step, what was already released after the checkpoint.
+    """
+
+    sampling: dict[str, Any]
+    noise_key: bytes
+    replays: dict[int, NoiseEvent]
 
 
 class PrivateRun:
@@ -172,9 +208,16 @@ class PrivateRun:
         return event.step in self._replays and not self.is_replay(event)
 
     def draw_afresh(self) -> dict[str, Any]:
-        """Forget what an interrupted run did; return a new state for the sampling generator."""
+        """Forget what an interrupted run did; take new secrets.
+
+        Returns:
+            The new state of the sampling generator. ``noise_key`` is new, too: on another stream
+            of draws two equal sums (of two empty draws, say) are two releases, not one.
+        """
         self._replays = {}
-        state: dict[str, Any] = self._from_main(lambda: generator_state(secret_generator()))
+        self.noise_key, state = self._from_main(
+            lambda: (secrets.token_bytes(32), generator_state(secret_generator()))
+        )
         return state
 
     def record(self, event: NoiseEvent) -> None:
@@ -200,12 +243,15 @@ class PrivateRun:
             ValueError: If the folder already holds another run's ledger, or the checkpoint does
                 not fit this run.
         """
-        self._replays = {}
         if checkpoint is not None:
             restored = self._from_main(lambda: self._restore(checkpoint))
-            sampling, self.noise_key, self._replays = restored
-            restore_generator(self.sampling_generator, sampling)
-        elif self.ledger is None:
+            self.noise_key = restored.noise_key
+            self._replays = restored.replays
+            restore_generator(self.sampling_generator, restored.sampling)
+        elif self._from_main(lambda: self.ledger is not None):
+            # A second run of this trainer: its steps count from 1 again, its draws go on.
+            restore_generator(self.sampling_generator, self.draw_afresh())
+        else:
             self._from_main(self._check_folder_is_new)
         self.remaining = self._from_main(self._count_remaining)
 
@@ -239,8 +285,8 @@ class PrivateRun:
                 "--resume_from_checkpoint to go on with that run, or choose another output_dir."
             )
 
-    def _restore(self, checkpoint: Path) -> tuple[dict[str, Any], bytes, dict[int, NoiseEvent]]:
-        """Read a checkpoint in the main process; return what all processes must know of it."""
+    def _restore(self, checkpoint: Path) -> _Restored:
+        """Read a checkpoint in the main process, which keeps the ledger."""
         for name in (LEDGER_FILE, STATE_FILE, OPTIMIZER_FILE):
             if not (checkpoint / name).is_file():
                 raise ValueError(
@@ -253,33 +299,60 @@ class PrivateRun:
                 f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
                 f"the data now has {self.plan.num_units}; resume with the same data."
             )
+        self._check_settings(checkpoint, state["settings"])
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
         if checkpoint.resolve().parent != self.folder.resolve():
-            self._adopt(at_checkpoint)
-            return generator_state(self.sampling_generator), self.noise_key, {}
+            self.ledger = self._adopt(at_checkpoint)
+            return _Restored(generator_state(secret_generator()), secrets.token_bytes(32), {})
         path = self.folder / LEDGER_FILE
         if not path.exists():
             raise ValueError(
                 f"{path} is missing: steps after {checkpoint} would go uncounted; start again "
                 "from the pretrained model."
             )
-        self.ledger = PrivacyLedger.load(path)
-        if not self.ledger.extends(at_checkpoint):
+        ledger = PrivacyLedger.load(path)
+        if not ledger.extends(at_checkpoint):
             raise ValueError(
                 f"{path} does not continue the ledger of {checkpoint}; one of them belongs to "
                 "another run or was changed."
             )
-        later = self.ledger.events[len(at_checkpoint) :]
-        return (
-            state["sampling"]["generator"],
-            bytes.fromhex(state["noise_key"]),
-            {event.step: event for event in later},
+        self.ledger = ledger
+        later = [NoiseEvent(**event) for event in state["replays"]]
+        later += ledger.events[len(at_checkpoint) :]
+        return _Restored(
+            sampling=state["sampling"]["generator"],
+            noise_key=bytes.fromhex(state["noise_key"]),
+            replays={event.step: event for event in later},
         )
 
-    def _adopt(self, at_checkpoint: PrivacyLedger) -> None:
-        """Go on with a copy of a checkpoint's ledger in a new folder, with draws of its own.
+    def _check_settings(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+        """Refuse settings that the optimizer's and filter's saved state would override.
 
-        The original run may go on elsewhere, with the draws that the checkpoint holds.
+        What the accountant can compose (sigma, sampling rate, bound, delta) may change.
+        """
+        now = self._settings()
+        changed = [name for name in now if now[name] != saved.get(name)]
+        if changed:
+            name = changed[0]
+            raise ValueError(
+                f"{name}={now[name]!r}, but checkpoint {checkpoint} was made with "
+                f"{saved.get(name)!r}, which its optimizer state fixes; resume with that, or start "
+                "a new run."
+            )
+
+    def _settings(self) -> dict[str, Any]:
+        arguments = vars(self._args)
+        settings = {name: arguments[name] for name in FIXED_SETTINGS}
+        if self._args.spectral_map in NOISE_AWARE_MAPS or self._args.correct_for_noise:
+            # Momentum holds old noise, whose level is then part of the method.
+            settings |= {name: arguments[name] for name in NOISE_SETTINGS}
+            settings["noise_multiplier"] = self.plan.noise_multiplier
+        return settings
+
+    def _adopt(self, at_checkpoint: PrivacyLedger) -> PrivacyLedger:
+        """Go on with a copy of a checkpoint's ledger in a new folder, with secrets of its own.
+
+        The original run may go on elsewhere, with the secrets that the checkpoint holds.
         """
         path = self.folder / LEDGER_FILE
         if path.exists():
@@ -289,8 +362,8 @@ class PrivateRun:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         at_checkpoint.copy_to(path)
-        self.ledger = PrivacyLedger.load(path)
         logger.warning("Resuming in another folder: samples and noise are drawn afresh.")
+        return PrivacyLedger.load(path)
 
     def save(
         self,
@@ -305,8 +378,11 @@ class PrivateRun:
         state = {
             "step": step,
             "num_units": self.plan.num_units,
+            "settings": self._settings(),
             "noise_key": self.noise_key.hex(),
             "sampling": sampling_state,
+            # A run that is repeating an interrupted one has not reached the end of its ledger.
+            "replays": [asdict(e) for number, e in self._replays.items() if number > step],
         }
         write_json(checkpoint / STATE_FILE, state, secret=True)
 
@@ -316,7 +392,7 @@ class PrivateRun:
         if self._is_main:
             try:
                 outcome[0] = make()
-            except (ValueError, OSError) as error:
+            except Exception as error:  # whatever it is, no process may wait for ever
                 outcome[1] = error
         result, refusal = broadcast_object_list(outcome)
         if refusal is not None:

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -151,11 +152,22 @@ class StopCallback(TrainerCallback):
         return control
 
 
+class BudgetSpentError(Exception):
+    """No further draw of noise is affordable."""
+
+
 class Interrupt:
-    """While entered, takes SIGTERM and SIGINT as requests to stop after the step; once each."""
+    """While entered, takes SIGTERM and SIGINT as requests to stop after the step.
+
+    A launcher often sends a signal twice, to the group and through its agent, so that a repeat
+    within ``GRACE`` seconds means no more; a later one acts at once.
+    """
+
+    GRACE = 10.0
 
     def __init__(self) -> None:
         self.requested = False
+        self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -170,8 +182,12 @@ class Interrupt:
             signal.signal(number, self._before.pop(number))
 
     def _request(self, number: int, _frame: Any) -> None:
-        self.requested = True
-        signal.signal(number, self._before.pop(number))  # a second one acts at once
+        now = time.monotonic()
+        if not self.requested:
+            self.requested, self._first = True, now
+        elif now - self._first > self.GRACE:
+            signal.signal(number, self._before.pop(number))
+            signal.raise_signal(number)
 
 
 class DPTrainer(Trainer):
@@ -438,6 +454,8 @@ class DPTrainer(Trainer):
         )
         # Only now: whatever refuses to train has refused, and nothing was written.
         self.run.open()
+        assert self._mechanism is not None
+        self._mechanism.noise_key = self.run.noise_key
         return prepared
 
     # ---- the private step ----
@@ -463,16 +481,21 @@ class DPTrainer(Trainer):
         assert mechanism is not None
         step = self.state.global_step + 1
         if not self.run.may_take(step):
-            raise RuntimeError("the privacy budget is spent; no further step may be taken.")
-        votes = float(self._interrupt.requested)
+            raise BudgetSpentError("the privacy budget is spent")
         loss = self._sum_draw(model, mechanism, inputs)
-        event = mechanism.release(step=step, votes=votes)
+        event = mechanism.release(step=step, votes=float(self._interrupt.requested))
         if self.run.departs(event):
-            assert self._batches is not None
+            self.model.zero_grad()
+            if self.run.remaining <= 0:
+                raise BudgetSpentError(
+                    f"step {step} differs from the interrupted run, and the budget has no draw left"
+                )
             logger.warning("Step %d differs from the interrupted run: drawing afresh.", step)
+            assert self._batches is not None
             fresh = self._batches.restart(self.run.draw_afresh())
+            mechanism.noise_key = self.run.noise_key
             loss = self._sum_draw(model, mechanism, fresh)
-            event = mechanism.release(step=step, votes=votes)
+            event = mechanism.release(step=step, votes=float(self._interrupt.requested))
         self.run.record(event)
         self.interrupted = mechanism.votes > 0
         smoothed = self._filter.smooth([_gradient_of(p) for p in self._filtered])
@@ -584,18 +607,18 @@ class DPTrainer(Trainer):
         """
         if trial is not None:
             raise ValueError("trial must be None: the cost of a search would not be counted.")
+        self._recover_replaced_checkpoint()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         self.run.prepare(checkpoint)
-        if checkpoint is not None:
-            self._load_filter(checkpoint)
-        first_step = 1 if checkpoint is None else _step_of(checkpoint) + 1
-        if not self.run.may_take(first_step):
-            logger.warning(
-                "The privacy budget target_epsilon=%s is spent (epsilon %.4f): no step was taken.",
-                self.args.target_epsilon,
-                self.epsilon(),
+        if checkpoint is not None and self.args.dp_filter != "none":
+            self._filter.load_state_dict(
+                torch.load(
+                    checkpoint / FILTER_FILE, map_location=self.args.device, weights_only=True
+                )
             )
-            return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
+        taken = 0 if checkpoint is None else _step_of(checkpoint)
+        if taken >= self.plan.steps or not self.run.may_take(taken + 1):
+            return self._finish_without_a_step(checkpoint)
         self._batches = None
         self.interrupted = False
         try:
@@ -604,11 +627,37 @@ class DPTrainer(Trainer):
                     resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
                     ignore_keys_for_eval=ignore_keys_for_eval,
                 )
+        except BudgetSpentError as error:
+            logger.warning("Stopping after step %d: %s.", self.state.global_step, error)
+            return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
         finally:
             if self._batches is not None:
                 self._batches.close()
         loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
         return TrainOutput(output.global_step, loss, output.metrics)
+
+    def _finish_without_a_step(self, checkpoint: Path | None) -> TrainOutput:
+        """Leave model and state as the checkpoint has them, and say why no step was taken."""
+        if checkpoint is not None:
+            self._load_from_checkpoint(str(checkpoint))
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        logger.warning(
+            "No step was taken: %d of %d steps are done, and epsilon is %.4f (target %s).",
+            self.state.global_step,
+            self.plan.steps,
+            self.epsilon(),
+            self.args.target_epsilon,
+        )
+        return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
+
+    def _recover_replaced_checkpoint(self) -> None:
+        """Put back a checkpoint whose replacement was interrupted between two renames."""
+        if self.is_world_process_zero():
+            for kept in (self.run.folder / STAGING).glob("replaced-*"):
+                final = self.run.folder / kept.name.removeprefix("replaced-")
+                if not final.exists():
+                    os.replace(kept, final)
+        self.accelerator.wait_for_everyone()
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would spend budget that no ledger counts.
@@ -635,19 +684,6 @@ class DPTrainer(Trainer):
         if not os.path.isdir(resume):
             raise ValueError(f"resume_from_checkpoint={resume!r} is not a folder.")
         return Path(resume)
-
-    def _load_filter(self, checkpoint: Path) -> None:
-        if self.args.dp_filter != "none":
-            if not (checkpoint / FILTER_FILE).is_file():
-                raise ValueError(
-                    f"checkpoint {checkpoint} has no {FILTER_FILE}: it was made without "
-                    f"dp_filter={self.args.dp_filter!r}; resume with its own dp_filter."
-                )
-            self._filter.load_state_dict(
-                torch.load(
-                    checkpoint / FILTER_FILE, map_location=self.args.device, weights_only=True
-                )
-            )
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -779,7 +815,7 @@ class DPTrainer(Trainer):
             self._complete_checkpoint(staging / name)
             final = self.run.folder / name
             if final.exists():  # of an earlier run through this step
-                os.replace(final, staging / "replaced")
+                os.replace(final, staging / f"replaced-{name}")
             os.replace(staging / name, final)
             shutil.rmtree(staging)
             rotate_checkpoints(

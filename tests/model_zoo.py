@@ -15,6 +15,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hf_dpmuon.networks import ResidualNetwork
+
 NUM_CLASSES = 3
 
 
@@ -90,36 +92,6 @@ def timm_model(name: str, **settings: Any) -> nn.Module:
 TIMM_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
 TIMM_STAGES = {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16)}
 GROUP_NORM = partial(timm.layers.GroupNorm, num_groups=4)
-
-
-class WideBlock(nn.Module):
-    """Pre-activation block of a wide residual network with group norms."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.norm1 = nn.GroupNorm(4, inputs)
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(4, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.relu = nn.ReLU(inplace=True)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.relu(self.norm1(x))
-        return self.conv2(self.relu(self.norm2(self.conv1(y)))) + self.shortcut(y)
-
-
-def wide_resnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        WideBlock(8, 8, 1),
-        WideBlock(8, 16, 2),
-        nn.GroupNorm(4, 16),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, NUM_CLASSES),
-    )
 
 
 SWIN = {
@@ -209,7 +181,18 @@ FAMILIES = [
     Family("timm swinv2", partial(timm_model, "swinv2_tiny_window8_256", **TIMM_SWIN), 32),
     Family("timm convnext", partial(timm_model, "convnext_atto", **TIMM_STAGES), 32),
     Family("timm cait", partial(timm_model, "cait_xxs24_224", **TIMM_VIT)),
-    Family("WRN with GroupNorm", wide_resnet, notes="from scratch"),
+    Family(
+        "builtin:wrn-16-4, builtin:wrn-28-10",
+        partial(ResidualNetwork, "builtin:wrn-16-4", num_classes=NUM_CLASSES),
+        notes="from scratch",
+        hooks=True,
+    ),
+    Family(
+        "builtin:resnet-18-gn",
+        partial(ResidualNetwork, "builtin:resnet-18-gn", num_classes=NUM_CLASSES),
+        notes="from scratch",
+        hooks=True,
+    ),
     Family(
         "timm resnet18 with GroupNorm",
         partial(timm_model, "resnet18", norm_layer=GROUP_NORM),
@@ -222,7 +205,7 @@ FAMILIES = [
             timm_model, "nf_resnet50", depths=(1, 1, 1, 1), channels=(16, 16, 32, 32), stem_chs=8
         ),
         32,
-        notes="from scratch; standardised weights",
+        notes="from scratch as builtin:nf-resnet-50, which hooks takes; standardised weights",
     ),
     Family("timm resnet18", partial(timm_model, "resnet18"), 32, refused="GroupNorm"),
     Family(
@@ -233,7 +216,7 @@ FAMILIES = [
     ),
     Family("HF LeViT", partial(hf, "Levit", image_size=64), 64, refused="GroupNorm"),
 ]
-REASONS = {"GroupNorm": "BatchNorm mixes the samples of a batch"}
+REASONS = {"GroupNorm": "BatchNorm mixes the samples of a batch: use builtin:resnet-18-gn"}
 
 
 def build(family: Family) -> nn.Module:

@@ -19,6 +19,7 @@ ROOMS = [
     "accounting",
     "sampling",
     "data",
+    "networks",
     "models",
     "grad_sample",
     "filters",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -109,45 +110,46 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(function: Callable[..., Any], *, call: int, before: bool) -> Callable[..., Any]:
-    """The function, whose caller is killed just before or just after its ``call``-th call."""
-    calls = 0
+def dying(
+    function: Callable[..., Any], *, armed: Callable[[], bool], before: bool
+) -> Callable[..., Any]:
+    """The function, whose caller is killed just before or after its first call when armed."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if before and calls == call:
+        is_last = armed()
+        if before and is_last:
             die()
         result = function(*args, **kwargs)
-        if calls == call:
+        if is_last:
             die()
         return result
 
     return wrapped
 
 
+# Where the process dies, at the first call after how many moves of the weights, before or after.
 PLACES = {
-    "in the sampler": (sampling.PoissonSampler, "draw", 4, False),
-    "between two physical batches": (BookKeepingGradSampleModule, "add_weighted_sum", 9, False),
-    "in the backward pass": (BookKeepingGradSampleModule, "_receive", 400, True),
+    "in the sampler": (sampling.PoissonSampler, "draw", 3, False),
+    "between two physical batches": (BookKeepingGradSampleModule, "add_weighted_sum", 3, False),
+    "in the backward pass": (BookKeepingGradSampleModule, "_receive", 5, True),
     "before the ledger": (PrivacyLedger, "record", 5, True),
     "between ledger and weights": (PrivacyLedger, "record", 5, False),
     "in the optimizer": (optim, "sgd_update", 5, False),
-    "before a checkpoint's ledger": (run_room.PrivateRun, "save", 2, True),
-    "in a checkpoint's state": (run_room, "write_json", 2, True),
-    "before a checkpoint's name": (run_room.PrivateRun, "save", 2, False),
-    "in the first checkpoint": (run_room.PrivateRun, "save", 1, True),
+    "before a checkpoint's ledger": (run_room.PrivateRun, "save", 4, True),
+    "in a checkpoint's state": (run_room, "write_json", 4, True),
+    "before a checkpoint's name": (run_room.PrivateRun, "save", 4, False),
+    "in the first checkpoint": (run_room.PrivateRun, "save", 2, True),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_at_a_chosen_place(tmp_path, monkeypatch, uninterrupted, place):
-    owner, name, call, before = PLACES[place]
+    owner, name, moves, before = PLACES[place]
     moved = multiprocessing.get_context("fork").Value("i", 0)
 
     def work() -> None:
-        function = vars(owner)[name]
-        monkeypatch.setattr(owner, name, dying(function, call=call, before=before))
+        function = dying(vars(owner)[name], armed=lambda: moved.value >= moves, before=before)
+        monkeypatch.setattr(owner, name, function)
         train(tmp_path, moved)
 
     assert in_a_process(work) == -signal.SIGKILL
@@ -155,8 +157,45 @@ def test_killed_at_a_chosen_place(tmp_path, monkeypatch, uninterrupted, place):
     assert outcome == ("refused" if place == "in the first checkpoint" else "resumed")
 
 
+@pytest.mark.parametrize("moves", [3, 5, 7])
+def test_with_real_secrets_a_killed_run_repeats_its_releases_and_counts_them_once(
+    tmp_path, monkeypatch, moves
+):
+    # Twice: the second time it dies while it repeats what it did before.
+    secret = {**SETTINGS, "noise_seed": None}
+    moved = multiprocessing.get_context("fork").Value("i", 0)
+
+    def work(resume: bool) -> None:
+        function = dying(
+            PrivacyLedger.record if not resume else run_room.PrivateRun.record,
+            armed=lambda: moved.value >= moves,
+            before=False,
+        )
+        owner = PrivacyLedger if not resume else run_room.PrivateRun
+        monkeypatch.setattr(owner, "record", function)
+        trainer = trainer_of(tmp_path, kind=Counting, **secret)
+        trainer.moved = moved
+        trainer.train(resume_from_checkpoint=resume)
+
+    assert in_a_process(lambda: work(False)) == -signal.SIGKILL
+    recorded = PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl").events
+    moved.value = moves - 1
+    assert in_a_process(lambda: work(True)) == -signal.SIGKILL
+    trainer = trainer_of(tmp_path, **secret)
+    trainer.train(resume_from_checkpoint=True)
+    events = trainer.ledger.events
+    assert events[: len(recorded)] == recorded
+    assert [event.step for event in events] == list(range(1, STEPS + 1))
+    assert trainer.ledger.guarantee
+    assert trainer.epsilon() <= TARGET
+
+
 def test_killed_at_twenty_random_moments(tmp_path, uninterrupted):
-    moments = np.random.default_rng(0).uniform(0.15, 1.0, size=20)
+    start = time.monotonic()
+    unused = multiprocessing.get_context("fork").Value("i", 0)
+    assert in_a_process(lambda: train(tmp_path / "timed", unused)) == 0
+    duration = time.monotonic() - start
+    moments = duration * np.random.default_rng(0).uniform(0.2, 1.0, size=20)
     outcomes = []
     for number, moment in enumerate(moments):
         folder = tmp_path / str(number)

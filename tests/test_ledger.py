@@ -60,7 +60,7 @@ def write(path, events=(), facts=FACTS):
     ledger = PrivacyLedger.create(path)
     ledger.open_run(facts)
     for e in events:
-        assert ledger.record(e)
+        ledger.record(e)
     return ledger
 
 
@@ -143,33 +143,14 @@ def test_asking_after_every_record_is_cheap(path):
     assert (time.process_time() - start) / 1000 < 2e-3
 
 
-# Replays
+# Counting
 
 
-def test_the_same_release_is_counted_once(path):
-    ledger = write(path, [event(1), event(2), event(3)])
-    before = path.read_bytes()
-    assert not ledger.record(event(2))
-    resumed = PrivacyLedger.load(path)
-    assert not resumed.record(event(3))
-    assert path.read_bytes() == before
-    assert len(resumed) == 3
-
-
-@pytest.mark.parametrize(
-    "other", [event(2, digest="f" * 64), event(2, sigma=1.2), event(2, q=0.03)]
-)
-def test_another_release_at_the_same_step_costs_again(path, other):
-    ledger = write(path, [event(1), event(2), event(3)])
-    spent = ledger.epsilon().epsilon
-    assert ledger.recorded(2) == event(2)
-    assert ledger.record(other)
-    assert ledger.recorded(2) == other
-    assert ledger.recorded(9) is None
-    assert len(ledger) == 4
-    assert ledger.epsilon().epsilon > spent
-    assert not ledger.record(event(2))
-    assert not ledger.record(other)
+def test_every_record_counts_also_one_that_looks_like_another(path):
+    # Two empty draws at one step of two passes are equal in every value, and are two releases.
+    ledger = write(path, [event(1), event(2), event(2)])
+    assert len(ledger) == len(PrivacyLedger.load(path)) == 3
+    assert ledger.epsilon() == write(path, [event(1), event(2), event(3)]).epsilon()
 
 
 # Tampering
@@ -181,7 +162,7 @@ def test_loading_gives_back_what_was_written(path):
     ledger.record(event(3))
     loaded = PrivacyLedger.load(path)
     assert same(loaded, ledger)
-    assert loaded.record(event(4))
+    loaded.record(event(4))
     assert len(PrivacyLedger.load(path)) == 4
 
 
@@ -260,7 +241,7 @@ def test_a_crash_at_any_byte_of_the_last_record_loses_only_that_record(path):
             ledger = PrivacyLedger.load(path)
         assert same(ledger, before)
         assert len(path.read_bytes()) == end
-        assert ledger.record(event(3))
+        ledger.record(event(3))
         assert path.read_bytes() == content
         assert same(ledger, after)
 
@@ -283,8 +264,7 @@ def test_a_full_disk_counts_nothing_and_leaves_no_trace(path, monkeypatch):
             ledger.open_run(FACTS)
     assert path.read_bytes() == content
     assert (ledger.epsilon(), len(ledger), len(ledger.runs)) == (spent, 1, 1)
-    assert ledger.recorded(2) is None
-    assert ledger.record(event(2))
+    ledger.record(event(2))
     assert same(PrivacyLedger.load(path), ledger)
 
 

@@ -191,6 +191,18 @@ def test_a_run_resumes_on_another_number_of_processes(tmp_path, before, after):
         assert largest_difference(back(got), weights(whole.model)) < 1e-5
 
 
+def test_processes_that_depart_from_an_interrupted_run_draw_alike(tmp_path):
+    settings = {"noise_seed": None, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer_of(tmp_path, **settings).train()  # alone: two processes round otherwise
+    results = in_processes(
+        2,
+        train(tmp_path, **settings, resume_from_checkpoint=str(tmp_path / "checkpoint-2")),
+    )
+    assert largest_difference(back(results[0][0]), back(results[1][0])) == 0
+    events = PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl").events
+    assert [event.step for event in events] == [1, 2, 3, 4, 3, 4]
+
+
 def test_a_refusal_in_the_main_process_ends_all_of_them(tmp_path):
     trainer_of(tmp_path).train()
 
