@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ __all__ = [
     "scaled_polar",
 ]
 
-TINY = 1e-30  # a norm below this is a zero matrix: zero in, zero out
-
 Triple = tuple[float, float, float]
+
+SMALLEST = torch.finfo(torch.float32).tiny  # keeps zero by zero at zero
 
 # ---- Newton-Schulz ----
 
@@ -137,10 +138,26 @@ def newton_schulz(
         raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
     table = COEFFICIENTS[coefficients]
     triples = table.triples(steps)
+    if not matrix.numel():
+        return matrix.clone()
     stack = matrix.flatten(0, -3) if matrix.ndim > 2 else matrix[None]
-    norm = torch.linalg.matrix_norm(stack.float(), keepdim=True)
-    X = stack / (table.safety * norm).clamp(min=TINY)
+    X, _ = _at_unit_norm(stack)
+    if table.safety != 1:
+        X.div_(table.safety)
     return _iterate(X.to(dtype), triples).to(matrix.dtype).view(matrix.shape)
+
+
+def _at_unit_norm(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Each matrix at Frobenius norm 1 in float32 (zero stays zero), and its norm in float64.
+
+    Entries are divided by the largest first: squares of what is as small as the momentum after many
+    zero gradients, or as large as 1e20, do not exist in float32.
+    """
+    X = matrix if matrix.dtype is torch.float64 else matrix.float()
+    peak = torch.linalg.vector_norm(X, ord=math.inf, dim=(-2, -1), keepdim=True)
+    X = (X / torch.where(peak > 0, peak, 1.0)).float()
+    norm = torch.linalg.matrix_norm(X, keepdim=True)  # at least 1, or 0
+    return X.div_(norm.clamp(min=1.0)), peak.double() * norm.double()
 
 
 def _iterate(stack: Tensor, triples: list[Triple]) -> Tensor:
@@ -208,15 +225,20 @@ def polar_factor(matrix: Tensor) -> Tensor:
         are left out, so a zero matrix gives zero.
     """
     _check_matrix(matrix)
-    U, S, Vh = torch.linalg.svd(matrix.float(), full_matrices=False)
+    if not matrix.numel():
+        return matrix.clone()
+    U, S, Vh = torch.linalg.svd(_at_unit_norm(matrix)[0], full_matrices=False)
     smallest = S[..., :1] * max(matrix.shape[-2:]) * torch.finfo(S.dtype).eps
-    kept = ((smallest < S) & (S > TINY)).to(S.dtype)
+    kept = (smallest < S).to(S.dtype)
     factor: Tensor = (U * kept[..., None, :]) @ Vh
     return factor.to(matrix.dtype)
 
 
 def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
-    """Largest singular value by power iteration, from the longest row.
+    """Largest singular value by power iteration, the best of four fixed pseudo-random starts.
+
+    A start along an axis or a row could stay in the invariant subspace that it lies in, which a
+    matrix of blocks has; a dense random vector has a part in every subspace.
 
     Args:
         matrix: Shape (..., m, n).
@@ -224,7 +246,8 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
             and rounding where one value stands out.
 
     Returns:
-        Shape (..., 1, 1), float32; never above the true value. Zero for a zero matrix.
+        Shape (..., 1, 1), float32; never above the true value, nor above half of the largest
+        number. Zero for a zero matrix.
 
     Raises:
         ValueError: If ``matrix`` has fewer than two dimensions or ``iterations`` < 1.
@@ -232,17 +255,23 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
     _check_matrix(matrix)
     if iterations < 1:
         raise ValueError(f"iterations={iterations} must be >= 1.")
-    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True)
-    X = matrix.float() / norm.clamp(min=TINY)
+    if not matrix.numel():
+        return matrix.new_zeros((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
+    X, norm = _at_unit_norm(matrix)
     X = X.mT if X.shape[-2] > X.shape[-1] else X
     R = X @ X.mT
-    longest = R.diagonal(dim1=-2, dim2=-1).argmax(dim=-1)[..., None, None]
-    u = torch.take_along_dim(R, longest, dim=-1)  # (..., m, 1)
+    u = _random_starts(R.shape[-1], R.device)
     for _ in range(iterations):
-        u = R @ torch.nn.functional.normalize(u, dim=-2, eps=TINY)
-    u = torch.nn.functional.normalize(u, dim=-2, eps=TINY)
-    value: Tensor = norm * torch.linalg.vector_norm(X.mT @ u, dim=-2, keepdim=True)
-    return value
+        u = R @ torch.nn.functional.normalize(u, dim=-2, eps=SMALLEST)
+    u = torch.nn.functional.normalize(u, dim=-2, eps=SMALLEST)
+    values = torch.linalg.vector_norm(X.mT @ u, dim=-2, keepdim=True)
+    value: Tensor = norm * values.amax(dim=-1, keepdim=True)
+    return value.clamp(max=torch.finfo(torch.float32).max / 2).float()
+
+
+@lru_cache(maxsize=64)
+def _random_starts(rows: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 # ---- Facts on noise of a known level ----
@@ -251,7 +280,7 @@ def spectral_norm(matrix: Tensor, *, iterations: int = 32) -> Tensor:
 TRACY_WIDOM = {0.05: 0.9793, 0.01: 2.0234}
 
 
-def detection_gate(rows: int, columns: int, *, false_alarm: float = 0.05) -> float:
+def detection_gate(rows: int, columns: int, *, false_alarm: float = 0.01) -> float:
     """Singular value, in units of s, that pure noise exceeds with probability ``false_alarm``.
 
     sqrt(mu + q tau) with mu = (sqrt(m-1) + sqrt(n))^2, tau = (sqrt(m-1) + sqrt(n))
@@ -406,12 +435,14 @@ def spectral_map(
     known_noise_polar U diag(c_L c_R) V^T, the least-squares estimate of the clean polar factor
     shrink_frobenius  U diag(shrunk) V^T at spectral norm 1, likewise shrink_operator and
                       hard_threshold; see ``shrink_singular_values``
-    selective         newton_schulz where y_1 clears ``detection_gate``, else Y at the Frobenius
-                      norm of U V^T, sqrt(min(m, n))
+    selective         newton_schulz where a signal is detected, else Y at the Frobenius norm of
+                      U V^T, sqrt(min(m, n))
     ================= ==============================================================================
 
+    A signal is detected where y_1 clears ``detection_gate``, which pure noise does in 1 % of draws.
     Where known_noise_polar and the shrinkers detect nothing, Y at Frobenius norm 1, which is that
-    of one direction fully detected.
+    of one direction fully detected; where they detect something, their image is at least as large:
+    a shorter one, of few and uncertain directions, is stretched to norm 1.
 
     Args:
         matrix: Shape (..., m, n).
@@ -441,28 +472,32 @@ def spectral_map(
     if noise_std is None:
         raise ValueError(f"spectral_map={name!r} needs noise_std, the known level of the noise.")
     _check_matrix(matrix)
+    if not matrix.numel():
+        return matrix.clone()
     rows, columns = matrix.shape[-2:]
-    norm = torch.linalg.matrix_norm(matrix.float(), keepdim=True).clamp(min=TINY)
-    raw = matrix.float() / norm
+    gate = noise_std * detection_gate(rows, columns)
+    raw, norm = _at_unit_norm(matrix)
     if name == "selective":
         image = newton_schulz(raw, steps=steps, coefficients=coefficients, dtype=dtype)
         gram = raw @ raw.mT if rows <= columns else raw.mT @ raw
         leading = torch.linalg.eigvalsh(gram)[..., -1:, None].clamp(min=0).sqrt() * norm
-        clears = leading > noise_std * detection_gate(rows, columns)
-        image = torch.where(clears, image, raw * math.sqrt(min(rows, columns)))
+        image = torch.where(leading > gate, image, raw * math.sqrt(min(rows, columns)))
         return image.to(matrix.dtype)
-    U, S, Vh = torch.linalg.svd(matrix.float(), full_matrices=False)
+    U, S, Vh = torch.linalg.svd(raw, full_matrices=False)
+    values = S * norm[..., 0]  # in float64
     if name == "known_noise_polar":
-        weights = polar_weights(S, rows=rows, columns=columns, noise_std=noise_std)
+        weights = polar_weights(values, rows=rows, columns=columns, noise_std=noise_std)
     else:
         rule = name.removeprefix("shrink_").removesuffix("_threshold")
         weights = shrink_singular_values(
-            S, rows=rows, columns=columns, noise_std=noise_std, rule=rule
+            values, rows=rows, columns=columns, noise_std=noise_std, rule=rule
         )
-        weights = weights / weights[..., :1].clamp(min=TINY)
+        weights = weights / torch.where(weights > 0, weights, 1.0)[..., :1]
+    detected = (values[..., :1] > gate) & (weights[..., :1] > 0)
+    size = torch.linalg.vector_norm(weights, dim=-1, keepdim=True)
+    weights = weights / torch.where(detected, size.clamp(max=1.0), 1.0)
     image = (U * weights.float()[..., None, :]) @ Vh
-    detected = (weights[..., :1] > 0)[..., None]
-    return torch.where(detected, image, raw).to(matrix.dtype)
+    return torch.where(detected[..., None], image, raw).to(matrix.dtype)
 
 
 def scaled_polar(
@@ -476,8 +511,8 @@ def scaled_polar(
     """Direction of DP-Muon-S: the largest singular value times the approximate polar factor.
 
     Noise raises the largest singular value. With ``noise_std`` it is replaced by the estimate of
-    the clean one, the operator shrinker of ``shrink_singular_values``; where it lies within the
-    bulk of the noise, the direction is the matrix itself at spectral norm s (m n)^(1/4), the
+    the clean one, the operator shrinker of ``shrink_singular_values``; where it does not clear
+    ``detection_gate``, the direction is the matrix itself at spectral norm s (m n)^(1/4), the
     largest that noise hides.
 
     Args:
@@ -494,9 +529,14 @@ def scaled_polar(
     image = newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
     if noise_std is None:
         return (image * norm).to(matrix.dtype)
+    if not matrix.numel():
+        return matrix.clone()
     rows, columns = matrix.shape[-2:]
     clean = shrink_singular_values(
         norm, rows=rows, columns=columns, noise_std=noise_std, rule="operator"
     ).float()
-    hidden = matrix * (noise_std * hidden_signal(rows, columns) / norm.clamp(min=TINY))
-    return torch.where(clean > 0, image * clean, hidden).to(matrix.dtype)
+    raw, size = _at_unit_norm(matrix)
+    share = torch.where(norm > 0, norm / size, 1.0)  # of the leading value in the Frobenius norm
+    hidden = raw * (noise_std * hidden_signal(rows, columns) / share).float()
+    detected = norm > noise_std * detection_gate(rows, columns)
+    return torch.where(detected, image * clean, hidden).to(matrix.dtype)

@@ -16,6 +16,7 @@ from hf_dpmuon.spectral import (
     newton_schulz,
     polar_factor,
     polar_weights,
+    scaled_polar,
     shrink_singular_values,
     spectral_map,
     spectral_norm,
@@ -132,6 +133,46 @@ def test_scale_is_ignored(shape, seed, exponent):
     """Also where a matrix of private gradients is tiny: powers of two change no bit."""
     X = gaussian(*shape, seed=seed)
     assert torch.equal(newton_schulz(X * 2.0**exponent), newton_schulz(X))
+
+
+EXTREMES = [2.0**-149, 1e-40, 1e-30, 2.0**-120, 1e-25, 1e-19, 1e19, 1e25, 2.0**120]
+
+
+@pytest.mark.parametrize("size", EXTREMES)
+@pytest.mark.parametrize("name", ["scaled_polar", *sorted(SPECTRAL_MAPS)])
+def test_every_map_is_finite_and_of_its_size_at_any_scale(name, size):
+    """Squares of such entries are zero or infinite in float32: no norm may be taken of them."""
+    X = torch.stack([torch.zeros(6, 9), size * gaussian(6, 9).sign(), size * torch.ones(6, 9)])
+    image = scaled_polar(X) / size if name == "scaled_polar" else spectral_map(
+        X, name=name, noise_std=0.0
+    )  # fmt: skip
+    assert image.isfinite().all()
+    assert torch.equal(image[0], X[0])
+    unit = torch.stack([gaussian(6, 9).sign(), torch.ones(6, 9)])
+    expected = scaled_polar(unit) if name == "scaled_polar" else spectral_map(
+        unit, name=name, noise_std=0.0
+    )  # fmt: skip
+    if size > 1e-38 or name != "scaled_polar":  # whose result is too small to hold its digits
+        torch.testing.assert_close(image[1:], expected, rtol=1e-3, atol=1e-3)
+
+
+@few
+@given(shape=shapes, seed=seeds, exponent=st.integers(-1000, 1000))
+def test_a_double_precision_matrix_need_not_fit_into_single_precision(shape, seed, exponent):
+    X = gaussian(*shape, seed=seed).double()
+    image = newton_schulz(X * 2.0**exponent)
+    torch.testing.assert_close(image, newton_schulz(X), rtol=1e-5, atol=1e-5)
+    assert image.dtype is torch.float64
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0, 3), (0, 4, 3)])
+@pytest.mark.parametrize("name", ["scaled_polar", *sorted(SPECTRAL_MAPS)])
+def test_every_map_of_nothing_is_nothing(name, shape):
+    X = torch.zeros(shape)
+    if name == "scaled_polar":
+        assert scaled_polar(X, noise_std=1.0).shape == X.shape
+    else:
+        assert spectral_map(X, name=name, noise_std=1.0).shape == X.shape
 
 
 @few
@@ -283,6 +324,21 @@ def test_power_iteration_finds_a_value_that_stands_out(shape, seed, gap):
     assert spectral_norm((U * S) @ V.mT).item() == pytest.approx(gap, rel=1e-3)
 
 
+@pytest.mark.parametrize("start", range(10))
+def test_power_iteration_leaves_the_block_that_the_longest_row_lies_in(start):
+    """Rows and axes are eigenvectors' own blocks here: from them the rest is never reached."""
+    X = torch.zeros(10, 10)
+    X[start, start] = 1.0
+    others = [i for i in range(10) if i != start]
+    X[torch.meshgrid(torch.tensor(others), torch.tensor(others[:9]), indexing="ij")] = 0.9
+    assert spectral_norm(X).item() == pytest.approx(8.1, rel=1e-5)
+    rank_one = torch.zeros(10, 10)
+    rank_one[start, start] = 1.0
+    rank_one[others, others[0]] = 0.9
+    assert spectral_norm(rank_one).item() == pytest.approx(2.7, rel=1e-5)
+    assert spectral_norm(rank_one.mT).item() == pytest.approx(2.7, rel=1e-5)
+
+
 def test_power_iteration_stays_just_below_the_norm_of_noise():
     X = gaussian(4, 96, 128)
     exact = torch.linalg.matrix_norm(X, ord=2)
@@ -397,6 +453,61 @@ def test_where_nothing_is_detectable_the_filtered_gradient_is_the_direction(name
     image = spectral_map(X, name=name, noise_std=1.1e-3)
     norm = 48**0.5 if name == "selective" else 1.0
     torch.testing.assert_close(image, X * norm / X.norm(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (24, 96), (96, 24)])
+@pytest.mark.parametrize("name", sorted(NOISE_AWARE_MAPS))
+def test_pure_noise_takes_a_step_of_the_stated_norm(name, shape):
+    """In all but the gate's 1 % of draws it is the filtered gradient; never a shorter one."""
+    s = 1e-3
+    X = s * gaussian(400, *shape, seed=5)
+    images = spectral_map(X, name=name, noise_std=s)
+    norm = min(shape) ** 0.5 if name == "selective" else 1.0
+    sizes = torch.linalg.matrix_norm(images)
+    raw = X * norm / torch.linalg.matrix_norm(X, keepdim=True)
+    is_raw = (images - raw).abs().amax(dim=(-2, -1)) < 1e-5
+    assert is_raw.float().mean() >= 0.98
+    torch.testing.assert_close(sizes[is_raw], torch.full_like(sizes[is_raw], norm))
+    assert (sizes > 0.8 * norm).all()
+    bare = s * (shape[0] ** 0.5 + shape[1] ** 0.5)
+    above = torch.linalg.matrix_norm(X, ord=2) > bare
+    assert above.float().mean() > 0.08  # without the gate these would be taken for a signal
+    assert is_raw[above].float().mean() > 0.8
+
+
+def test_pure_noise_takes_a_scaled_step_of_what_noise_can_hide():
+    s, m, n = 1e-3, 32, 64
+    X = s * gaussian(400, m, n, seed=6)
+    sizes = torch.linalg.matrix_norm(scaled_polar(X, noise_std=s), ord=2)
+    stated = s * hidden_signal(m, n)
+    assert ((sizes / stated - 1).abs() < 0.05).float().mean() >= 0.98
+
+
+def test_a_known_noise_polar_that_is_unsure_is_stretched_to_norm_one():
+    """One direction just above the gate has a weight near 0.5; its step is not half as long."""
+    m, n, s = 64, 96, 1e-3
+    u, v = torch.nn.functional.normalize(gaussian(2, n, seed=3), dim=1)
+    u = torch.nn.functional.normalize(u[:m], dim=0)
+    y = 1.01 * s * detection_gate(m, n)
+    X = y * torch.outer(u, v)
+    weight = polar_weights(torch.tensor([y]), rows=m, columns=n, noise_std=s).item()
+    assert 0.05 < weight < 0.7
+    image = spectral_map(X, name="known_noise_polar", noise_std=s)
+    torch.testing.assert_close(image, torch.outer(u, v), rtol=1e-3, atol=1e-4)
+
+
+def test_scaled_polar_has_the_size_of_the_operator_shrinker():
+    _, noisy = signal_in_noise()
+    image = scaled_polar(noisy, noise_std=1e-3)
+    top = torch.linalg.svdvals(noisy)[:1]
+    sizes = {
+        rule: shrink_singular_values(top, rows=96, columns=128, noise_std=1e-3, rule=rule).item()
+        for rule in SHRINKERS
+    }
+    scale = image.norm() / newton_schulz(noisy).norm()
+    assert scale.item() == pytest.approx(sizes["operator"], rel=1e-3)
+    assert scale.item() != pytest.approx(sizes["frobenius"], rel=5e-3)
+    torch.testing.assert_close(image, newton_schulz(noisy) * scale, rtol=1e-3, atol=1e-6)
 
 
 def signal_in_noise(rank=3, *, size=1.0, m=96, n=128, s=1e-3):
