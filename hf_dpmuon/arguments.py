@@ -432,6 +432,10 @@ class DPTrainingArguments(TrainingArguments):
                 and self.grad_sample_mode == "hooks",
                 "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
             ),
+            "tf32": (
+                bool(self.tf32),
+                "rounds norms and sums to 10 bits, which loosens the clipping bound; leave it off",
+            ),
             "optim": (
                 self.optim != TrainingArguments.optim
                 and OptimizerNames(self.optim) != OptimizerNames(TrainingArguments.optim),
