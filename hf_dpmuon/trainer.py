@@ -516,7 +516,7 @@ class DPTrainer(Trainer):
             size = len(batch["labels"])
             if physical_batch.unit_of_row is not None:
                 unit_of_row = physical_batch.unit_of_row.to(self.args.device)
-                mechanism.module.set_units(unit_of_row, physical_batch.num_units)
+                mechanism.module.set_units(unit_of_row, physical_batch.num_units, reduction="mean")
             for point in points:
                 is_last = point is points[-1]
                 # Every evaluation of a sample sees the same dropout.
