@@ -43,14 +43,18 @@ class ModelArguments:
     """Which pretrained model is fine-tuned.
 
     Attributes:
-        model_name_or_path: Hub id, local folder, ``timm/<name>`` or ``builtin:tiny-vit``.
+        model_name_or_path: Hub id, local folder, ``timm/<name>``, ``builtin:tiny-vit``, or one of
+            the networks of ``networks``.
         model_revision: Branch, tag or commit on the Hub.
         image_size: Side of the input in pixels, where it differs from the model's own.
     """
 
     model_name_or_path: str = field(
         default="builtin:tiny-vit",
-        metadata={"help": "Hub id, local folder, timm/<name>, or builtin:tiny-vit."},
+        metadata={
+            "help": "Hub id, local folder, timm/<name>, builtin:tiny-vit, or a network to train from "
+            "scratch: builtin:wrn-16-4, wrn-28-10, resnet-18-gn, nf-resnet-50."
+        },
     )
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
