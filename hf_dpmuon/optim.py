@@ -189,7 +189,7 @@ def muon_update(
     Args:
         parameters: Of two or more dimensions; each is the matrix of its first by all others.
         gradients: Of the same shapes; read only.
-        buffers: Momentum buffers of the same shapes.
+        buffers: Momentum buffers of the same shapes, contiguous.
         momentum: Updates the buffers in place from the gradients; returns what is mapped.
         direction: From a stack (k, m, n) to a new one.
         lr: Learning rate.
@@ -197,10 +197,11 @@ def muon_update(
         adjust_lr: A key of ``ADJUST_LR``.
         blocks: Number of matrices that each parameter stacks along its first dimension.
     """
-    if weight_decay:
-        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-    targets, M = _matrices(parameters, blocks), _matrices(buffers, blocks)
+    weights = [p.contiguous() for p in parameters]  # copies only where a layout is another
+    targets, M = _matrices(weights, blocks), _matrices(buffers, blocks)
     G = _matrices([gradient.contiguous() for gradient in gradients], blocks)
+    if weight_decay:
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
     processes = distributed.get_world_size() if distributed.is_initialized() else 1
     rank = distributed.get_rank() if processes > 1 else 0
     shared, steps = _zeros_like(targets) if processes > 1 else (None, [])
@@ -214,6 +215,9 @@ def muon_update(
     if shared is not None:
         distributed.all_reduce(shared)
         torch._foreach_add_(targets, steps)
+    for p, moved in zip(parameters, weights, strict=True):
+        if not p.is_contiguous():
+            p.copy_(moved)
 
 
 def _matrices(tensors: list[Tensor], blocks: int) -> list[Tensor]:
@@ -245,25 +249,53 @@ def _same_shape(matrices: list[Tensor], *, shares: int) -> Iterator[list[int]]:
 # ---- Optimizers ----
 
 
+BUFFERS = {  # what each rule keeps of a parameter
+    "sgd": ("momentum_buffer",),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "muon": ("momentum_buffer",),
+    "muon_s": ("momentum_buffer",),
+}
+OF_THE_RUN = frozenset({"params", "lr"})  # entries of a group that a checkpoint brings
+
+
 class _PrivateOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose groups name their ``rule``; every class knows "sgd".
+    """A ``torch.optim.Optimizer`` whose groups name their ``rule``, and whose steps are counted.
+
+    Steps are counted for each parameter, from its first gradient on.
 
     Attributes:
+        rules: What the ``rule`` of a group may be.
         noise: Public level of the noise in the gradients, or None. A constant of the run, like the
             other attributes: copied and pickled with the optimizer, not part of its state dict.
     """
 
+    rules: frozenset[str] = frozenset({"sgd"})
     noise: KnownNoise | None = None
     noise_floor = 0.0
     ns_dtype = torch.float32
 
     def __init__(self, groups: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(groups, {"steps": 0, "weight_decay": 0.0, **defaults})
-        for group in self.param_groups:
-            _check("lr", group["lr"], low=0.0)
-            _check("weight_decay", group["weight_decay"], low=0.0)
-            if group["rule"] != "adam":
-                _check("momentum", group["momentum"], low=0.0, high=1.0)
+        super().__init__(groups, {"weight_decay": 0.0, **defaults})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, unless one of its settings is out of range.
+
+        Raises:
+            ValueError: If one is.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_name("rule", group["rule"], self.rules)
+        _check("lr", group["lr"], low=0.0)
+        _check("weight_decay", group["weight_decay"], low=0.0)
+        if group["rule"] != "adam":
+            _check("momentum", group["momentum"], low=0.0, high=1.0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -278,10 +310,61 @@ class _PrivateOptimizer(torch.optim.Optimizer):
                 "mechanism; call step() after the trainer has released the gradient."
             )
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                group["steps"] += 1
-                self._step_group(group, parameters, [p.grad for p in parameters])
+            by_steps: dict[int, list[Tensor]] = {}
+            for p in group["params"]:
+                state = self.state[p] or self._begin(p, group["rule"])
+                if p.grad is not None:
+                    state["steps"] += 1
+                    by_steps.setdefault(state["steps"], []).append(p)
+            for steps, parameters in by_steps.items():
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                self._step_group(group, parameters, gradients, steps)
+
+    def _begin(self, p: Tensor, rule: str) -> dict[str, Any]:
+        layout = torch.preserve_format if rule in ("sgd", "adam") else torch.contiguous_format
+        state: dict[str, Any] = self.state[p]
+        state["steps"] = 0
+        for name in BUFFERS[rule]:
+            state[name] = torch.zeros_like(p, memory_format=layout)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict()`` of an optimizer with the same settings; keep one's own.
+
+        Only learning rates, which schedules change, and what steps have left are read.
+
+        Raises:
+            ValueError: If a setting is another there, or a parameter's state is missing or not of
+                its rule and shape; the optimizer is as it was.
+        """
+        saved, own = state_dict["param_groups"], self.param_groups
+        counts = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+        if counts[0] != counts[1]:
+            raise ValueError(
+                f"the saved state is of groups of {counts[0]} parameters, this optimizer of "
+                f"{counts[1]}; build it for the same model with the settings of the saved run."
+            )
+        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+            for name in sorted((self.defaults.keys() & ours.keys()) - OF_THE_RUN):
+                there, here = theirs.get(name), ours[name]
+                if (tuple(there) if isinstance(there, list) else there) != here:
+                    raise ValueError(
+                        f"the saved state has {name}={there!r} in group {number} where this "
+                        f"optimizer has {here!r}; build it with the settings of the saved run."
+                    )
+            for key, p in zip(theirs["params"], ours["params"], strict=True):
+                if state_dict["state"]:
+                    self._check_saved(state_dict["state"].get(key, {}), p, ours["rule"], number)
+        super().load_state_dict(state_dict)
+
+    def _check_saved(self, saved: dict[str, Any], p: Tensor, rule: str, group: int) -> None:
+        for name in ("steps", *BUFFERS[rule]):
+            shape = p.shape if name in BUFFERS[rule] else None
+            if name not in saved or getattr(saved[name], "shape", None) != shape:
+                raise ValueError(
+                    f"the saved state lacks {name!r} of a parameter of shape {tuple(p.shape)} in "
+                    f"group {group}; it is damaged, or of another optimizer or model."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -292,14 +375,16 @@ class _PrivateOptimizer(torch.optim.Optimizer):
         }
 
     def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        for p in parameters:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(p)
         return [self.state[p][name] for p in parameters]
 
     def _step_group(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        steps: int,
     ) -> None:
+        """Step ``parameters`` of one group that all take their step of this number, from 1."""
         sgd_update(
             parameters,
             gradients,
@@ -348,6 +433,8 @@ class DPAdam(_PrivateOptimizer):
             beta_2 = .999, so that an entry that is all noise does not divide by almost nothing.
     """
 
+    rules = frozenset({"adam"})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -368,31 +455,48 @@ class DPAdam(_PrivateOptimizer):
                 "betas": betas,
                 "eps": eps,
                 "weight_decay": weight_decay,
-                "noise_average": 0.0,
             },
         )
-        for group in self.param_groups:
-            for beta in group["betas"]:
-                _check("betas", beta, low=0.0, high=1.0)
-            if not group["eps"] > 0:
-                raise ValueError(f"eps={group['eps']} must be > 0.")
         self.noise = noise
         self.noise_floor = noise_floor
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        group["betas"] = tuple(group["betas"])
+        for beta in group["betas"]:
+            _check("betas", beta, low=0.0, high=1.0)
+        if not group["eps"] > 0:
+            raise ValueError(f"eps={group['eps']} must be > 0.")
+
+    def _check_saved(self, saved: dict[str, Any], p: Tensor, rule: str, group: int) -> None:
+        super()._check_saved(saved, p, rule, group)
+        if saved["steps"] and ("noise_average" in saved) != (self.noise is not None):
+            there, here = ("without", "with") if self.noise is not None else ("with", "without")
+            raise ValueError(
+                f"the saved state is of DPAdam {there} a known noise, this optimizer is {here} it; "
+                "build it with the settings of the saved run."
+            )
+
     def _step_group(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        steps: int,
     ) -> None:
-        step, beta = group["steps"], group["betas"][1]
+        beta, variance = group["betas"][1], 0.0
         if self.noise is not None:  # the same average as the second moment's, of its noise
-            group["noise_average"] *= beta
-            group["noise_average"] += (1 - beta) * self.noise.variance(step)
-        variance = group["noise_average"] / (1 - beta**step)
+            average = beta * self.state[parameters[0]].get("noise_average", 0.0)
+            average += (1 - beta) * self.noise.variance(steps)
+            for p in parameters:
+                self.state[p]["noise_average"] = average
+            variance = average / (1 - beta**steps)
         adam_update(
             parameters,
             gradients,
             self._buffers(parameters, "exp_avg"),
             self._buffers(parameters, "exp_avg_sq"),
-            step=step,
+            step=steps,
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
@@ -413,28 +517,32 @@ class _MatrixOptimizer(_PrivateOptimizer):
         noise: KnownNoise | None,
         ns_dtype: torch.dtype,
     ) -> None:
-        super().__init__(params, {"blocks": 1, **defaults})
-        self.noise = noise
+        self.noise = noise  # before the groups, whose maps may need it
         self.ns_dtype = ns_dtype
-        for group in self.param_groups:
-            _check_name("adjust_lr", group["adjust_lr"], ADJUST_LR)
-            _check_name("ns_coefficients", group["ns_coefficients"], COEFFICIENTS)
-            if group["ns_steps"] < 1:
-                raise ValueError(f"ns_steps={group['ns_steps']} must be >= 1.")
-            _check_name("rule", group["rule"], {"sgd", defaults["rule"]})
-            if group["rule"] == "sgd":
-                continue
-            for p in group["params"]:
-                if p.ndim < 2:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} is no matrix and cannot be "
-                        "orthogonalised; give its group rule='sgd'."
-                    )
-                if len(p) % group["blocks"]:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} cannot be cut into "
-                        f"blocks={group['blocks']} equal matrices."
-                    )
+        if ns_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"ns_dtype={ns_dtype} must be torch.float32 or torch.bfloat16.")
+        super().__init__(params, {"blocks": 1, **defaults})
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        _check_name("adjust_lr", group["adjust_lr"], ADJUST_LR)
+        _check_name("ns_coefficients", group["ns_coefficients"], COEFFICIENTS)
+        for name in ("ns_steps", "blocks"):
+            if group[name] < 1:
+                raise ValueError(f"{name}={group[name]} must be >= 1.")
+        if group["rule"] == "sgd":
+            return
+        for p in group["params"]:
+            if p.ndim < 2:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is no matrix and cannot be "
+                    "orthogonalised; give its group rule='sgd'."
+                )
+            if len(p) % group["blocks"]:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} cannot be cut into "
+                    f"blocks={group['blocks']} equal matrices."
+                )
 
     def _noise_std(self, momentum: LinearResponse, step: int) -> float | None:
         return None if self.noise is None else self.noise.std_after(momentum, step)
@@ -465,6 +573,8 @@ class DPMuon(_MatrixOptimizer):
         ValueError: If a value is out of range, or the map needs a noise level and has none.
     """
 
+    rules = frozenset({"sgd", "muon"})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -480,12 +590,6 @@ class DPMuon(_MatrixOptimizer):
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_name("spectral_map", spectral_map, SPECTRAL_MAPS)
-        if spectral_map in NOISE_AWARE_MAPS and noise is None:
-            raise ValueError(
-                f"spectral_map={spectral_map!r} needs noise=KnownNoise(std), the known level of "
-                "the noise in the gradients."
-            )
         defaults = {
             "rule": "muon",
             "lr": lr,
@@ -499,14 +603,27 @@ class DPMuon(_MatrixOptimizer):
         }
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        _check_name("spectral_map", group["spectral_map"], SPECTRAL_MAPS)
+        if group["spectral_map"] in NOISE_AWARE_MAPS and self.noise is None:
+            raise ValueError(
+                f"spectral_map={group['spectral_map']!r} needs noise=KnownNoise(std), the known "
+                "level of the noise in the gradients."
+            )
+
     def _step_group(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        steps: int,
     ) -> None:
         if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients)
+            super()._step_group(group, parameters, gradients, steps)
             return
         beta, nesterov = group["momentum"], group["nesterov"]
-        noise_std = self._noise_std(lookahead(beta) if nesterov else ema(beta), group["steps"])
+        noise_std = self._noise_std(lookahead(beta) if nesterov else ema(beta), steps)
         muon_update(
             parameters,
             gradients,
@@ -545,6 +662,8 @@ class DPMuonS(_MatrixOptimizer):
         ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
     """
 
+    rules = frozenset({"sgd", "muon_s"})
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -570,10 +689,14 @@ class DPMuonS(_MatrixOptimizer):
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
 
     def _step_group(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        steps: int,
     ) -> None:
         if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients)
+            super()._step_group(group, parameters, gradients, steps)
             return
         beta = group["momentum"]
         muon_update(
@@ -585,7 +708,7 @@ class DPMuonS(_MatrixOptimizer):
                 scaled_polar,
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
-                noise_std=self._noise_std(heavy_ball(beta), group["steps"]),
+                noise_std=self._noise_std(heavy_ball(beta), steps),
                 dtype=self.ns_dtype,
             ),
             lr=group["lr"],

@@ -10,7 +10,14 @@ from conftest import TINY_MODELS, tiny_vit
 from torch import nn
 from torch.optim import _muon
 
-from hf_dpmuon.filters import KalmanFilter, LowPassFilter, heavy_ball, lookahead, variance_factor
+from hf_dpmuon.filters import (
+    KalmanFilter,
+    LowPassFilter,
+    ema,
+    heavy_ball,
+    lookahead,
+    variance_factor,
+)
 from hf_dpmuon.optim import (
     ADJUST_LR,
     DP_OPTIMIZERS,
@@ -109,6 +116,40 @@ def test_dp_adam_is_torch_adamw(betas, weight_decay):
         assert_same(ours, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("late", [1, 3])
+def test_a_parameter_whose_gradients_start_late_is_stepped_as_by_torch(late):
+    """Its own steps are counted: the corrections of the moments are those of its first step."""
+    for build, reference in (
+        (lambda ps: DPAdam(ps, lr=0.01), lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0)),
+        (lambda ps: DPSGD(ps, lr=0.01), lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9)),
+    ):
+        ours, theirs = parameters(), parameters()
+        for params, optimizer in ((ours, build(ours)), (theirs, reference(theirs))):
+            for step in range(6):
+                set_gradients(params, seed=step)
+                if step < late or step == 4:
+                    params[1].grad = None
+                optimizer.step()
+        assert_same(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adam_corrected", "muon_s_corrected", "muon_known_noise_polar"])
+def test_a_late_parameter_has_the_noise_level_of_its_own_steps(name):
+    params, alone = parameters([(12, 16), (12, 16)]), parameters([(12, 16), (12, 16)])[1:]
+    optimizer = FAMILY[name](params)
+    for step in range(2):
+        set_gradients(params, seed=step)
+        params[1].grad = None
+        optimizer.step()
+    reference = FAMILY[name](alone)
+    for step in range(3):
+        set_gradients(params, seed=5 + step)
+        alone[0].grad = params[1].grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(params[1], alone[0], rtol=1e-5, atol=1e-6)
+
+
 # By hand
 
 
@@ -192,10 +233,11 @@ def test_the_corrected_second_moment_of_signal_and_noise_is_that_of_the_signal()
         (p.grad,) = filter_.smooth([release])
         filtered.step()
     for optimizer, left in ((plain, 0.25), (corrected, 0.0), (filtered, 0.0)):
-        group = optimizer.param_groups[0]
         fade = 1 - 0.999**400
         v = optimizer.state[p]["exp_avg_sq"].mean().item() / fade
-        assert v - group["noise_average"] / fade == pytest.approx(0.09 + left, abs=0.01)
+        assert v - optimizer.state[p].get("noise_average", 0.0) / fade == pytest.approx(
+            0.09 + left, abs=0.01
+        )
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
@@ -207,7 +249,8 @@ def test_dp_muon_gives_its_map_the_noise_level_of_the_momentum(name, noise):
     for t in range(1, 5):
         before = p.detach().clone()
         set_gradients([p], seed=t)
-        p.grad[0] += 8e-3  # one direction stands out
+        p.grad[0] += 8e-3  # two directions stand out, unequally
+        p.grad[1, ::2] += 9e-3
         optimizer.step()
         M = torch.lerp(M, p.grad, 0.2)
         std = 1e-3 * math.sqrt(variance_factor([noise.filter, lookahead(0.8)], t))
@@ -462,6 +505,41 @@ def test_the_momentum_buffer_is_the_average_that_it_is_said_to_be(dtype, nestero
         assert torch.equal(optimizer.state[p]["momentum_buffer"], M)
 
 
+def strided(shape, layout):
+    """A parameter of that layout in memory, and its contiguous twin."""
+    twin = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    if layout == "channels_last":
+        p = twin.detach().clone().contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        p = twin.detach().clone().transpose(0, 1).contiguous().transpose(0, 1)
+    else:  # a slice of a wider tensor
+        p = torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2].copy_(twin.detach())
+    assert not p.is_contiguous()
+    return nn.Parameter(p), twin
+
+
+@pytest.mark.parametrize("gradient_layout", ["same", "contiguous"])
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "slice"])
+def test_the_layout_in_memory_changes_no_step(build, layout, gradient_layout):
+    p, twin = strided((6, 4, 3, 3), layout)
+    strides = p.stride()
+    for params in ([p], [twin]):
+        optimizer = build(params)
+        for step in range(3):
+            set_gradients(params, seed=step)
+            if gradient_layout == "same" and params[0] is p:
+                params[0].grad = torch.empty_like(p).copy_(params[0].grad)
+            for group in optimizer.param_groups:
+                group["weight_decay"] = 0.1
+            optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        set_gradients(params, seed=9)
+        optimizer.step()
+    assert p.stride() == strides
+    torch.testing.assert_close(p.detach(), twin.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_zero_gradient_moves_nothing(build):
     params = parameters()
     before = [p.detach().clone() for p in params]
@@ -487,6 +565,140 @@ def test_resuming_in_lock_step_changes_no_bit(build, tmp_path):
     take_steps(optimizer, params, steps=3, first=3)
     take_steps(twin, twins, steps=3, first=3)
     assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+OTHERS = {
+    "momentum": lambda ps: DPMuon(ps, lr=0.1, momentum=0.5),
+    "nesterov": lambda ps: DPMuon(ps, lr=0.1, nesterov=False),
+    "weight_decay": lambda ps: DPMuon(ps, lr=0.1, weight_decay=0.1),
+    "ns_steps": lambda ps: DPMuon(ps, lr=0.1, ns_steps=3),
+    "ns_coefficients": lambda ps: DPMuon(ps, lr=0.1, ns_coefficients="you"),
+    "adjust_lr": lambda ps: DPMuon(ps, lr=0.1, adjust_lr="original"),
+    "spectral_map": lambda ps: DPMuon(ps, lr=0.1, spectral_map="svd"),
+    "blocks": lambda ps: DPMuon([{"params": ps, "blocks": 2}], lr=0.1),
+    "rule": lambda ps: DPMuon([{"params": ps, "rule": "sgd"}], lr=0.1),
+}
+EVEN = [(6, 4), (4, 6)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_state_of_an_optimizer_with_another_setting_is_refused(name):
+    """Torch would put the saved setting in place of the one that was asked for, without a word."""
+    params, twins = parameters(EVEN), parameters(EVEN)
+    saved, new = DPMuon(params, lr=0.1), OTHERS[name](twins)
+    take_steps(saved, params)
+    for one, other in ((saved, new), (new, saved)):
+        before = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
+        with pytest.raises(ValueError, match=rf"{name}=.* in group 0 where this optimizer has"):
+            other.load_state_dict(one.state_dict())
+        after = [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
+        assert after == before
+
+
+def test_the_state_of_another_method_or_model_is_refused():
+    built = {name: (ps := parameters(EVEN), build(ps)) for name, build in FAMILY.items()}
+    for params, optimizer in built.values():
+        take_steps(optimizer, params)
+    for name, (_, optimizer) in built.items():
+        for other, (_, theirs) in built.items():
+            if name == other:
+                optimizer.load_state_dict(theirs.state_dict())
+            elif {name, other} != {"muon_s", "muon_s_corrected"}:  # which only a constant parts
+                with pytest.raises(ValueError, match=r"the saved state (has|is of) .*; build it"):
+                    optimizer.load_state_dict(theirs.state_dict())
+    saved = built["sgd"][1].state_dict()
+    with pytest.raises(ValueError, match=r"groups of \[2\] parameters, this optimizer of \[3\]"):
+        DPSGD(parameters(SHAPES[:3]), lr=0.1).load_state_dict(saved)
+    with pytest.raises(
+        ValueError, match=r"lacks 'momentum_buffer' of a parameter of shape \(5, 4\)"
+    ):
+        DPSGD(parameters([(5, 4), (4, 6)]), lr=0.1).load_state_dict(saved)
+    theirs = parameters(EVEN)
+    adamw = torch.optim.AdamW(theirs)
+    take_steps(adamw, theirs)
+    with pytest.raises(ValueError, match="the saved state has"):
+        DPAdam(parameters(EVEN)).load_state_dict(adamw.state_dict())
+
+
+def test_a_state_that_lacks_a_buffer_is_refused(build):
+    params = parameters()
+    optimizer = build(params)
+    params[-1].grad = None
+    take_steps(optimizer, params[:-1])
+    whole = optimizer.state_dict()
+    build(parameters()).load_state_dict(copy.deepcopy(whole))
+    for index in (0, len(params) - 1):
+        for entry in whole["state"][0].keys() - {"noise_average"}:
+            cut = copy.deepcopy(whole)
+            del cut["state"][index][entry]
+            with pytest.raises(ValueError, match=f"lacks '{entry}' of a parameter of shape"):
+                build(parameters()).load_state_dict(cut)
+        cut = copy.deepcopy(whole)
+        del cut["state"][index]
+        with pytest.raises(ValueError, match="lacks 'steps' of a parameter of shape"):
+            build(parameters()).load_state_dict(cut)
+
+
+def test_a_loaded_optimizer_keeps_its_constants_and_takes_the_saved_learning_rate():
+    params, twins = parameters(), parameters()
+    saved = DPMuon(params, lr=0.1, spectral_map="selective", noise=KnownNoise(1.0))
+    take_steps(saved, params)
+    twin = DPMuon(
+        twins, lr=0.3, spectral_map="selective", noise=KnownNoise(2.0), ns_dtype=torch.bfloat16
+    )
+    twin.load_state_dict(saved.state_dict())
+    assert twin.noise == KnownNoise(2.0)
+    assert twin.ns_dtype is torch.bfloat16
+    assert [group["lr"] for group in twin.param_groups] == [0.1]
+
+
+@pytest.mark.parametrize("optimizer", [DPMuon, DPMuonS])
+def test_the_type_of_the_iteration_reaches_it(optimizer):
+    moved = []
+    for dtype in (torch.float32, torch.bfloat16):
+        (p,) = parameters([(12, 16)])
+        take_steps(optimizer([p], lr=1.0, ns_dtype=dtype), [p], steps=1)
+        moved.append(p.detach().clone() - parameters([(12, 16)])[0].detach())
+    difference = (moved[0] - moved[1]).norm() / moved[0].norm()
+    assert 1e-4 < difference < 0.1
+
+
+def test_the_default_factor_of_dp_muon_s_has_no_cap():
+    """That of DP-Muon has: a matrix of aspect 6 tells them apart."""
+    (p,) = [nn.Parameter(torch.zeros(12, 2))]
+    set_gradients([p], seed=0)
+    DPMuonS([p], lr=1.0).step()
+    torch.testing.assert_close(-p.detach(), 6**0.5 * scaled_polar(p.grad))
+    (p,) = [nn.Parameter(torch.zeros(12, 2))]
+    set_gradients([p], seed=0)
+    DPMuon([p], lr=1.0).step()
+    torch.testing.assert_close(-p.detach(), 4**0.5 * newton_schulz(p.grad))
+
+
+def test_without_look_ahead_the_noise_is_that_of_the_average():
+    (p,) = [nn.Parameter(torch.zeros(12, 16))]
+    optimizer = DPMuon(
+        [p], lr=1.0, momentum=0.8, nesterov=False, spectral_map="known_noise_polar",
+        noise=KnownNoise(1e-3),
+    )  # fmt: skip
+    M = torch.zeros(12, 16)
+    for t in range(1, 4):
+        set_gradients([p], seed=t)
+        p.grad[0] += 5e-3  # two directions stand out, unequally
+        p.grad[1, ::2] += 9e-3
+        before = p.detach().clone()
+        optimizer.step()
+        M = torch.lerp(M, p.grad, 0.2)
+        images = {
+            response.__name__: spectral_map(
+                M,
+                name="known_noise_polar",
+                noise_std=1e-3 * math.sqrt(variance_factor([response(0.8)], t)),
+            )
+            for response in (ema, lookahead)
+        }
+        torch.testing.assert_close(before - p.detach(), images["ema"], rtol=1e-4, atol=1e-6)
+    assert (images["ema"] - images["lookahead"]).norm() > 1e-2
 
 
 def test_accelerate_wraps_it_before_any_step(build):
@@ -566,7 +778,12 @@ def test_optimizer_state_is_as_small_as_said():
         params = parameters()
         optimizer = FAMILY[name](params)
         take_steps(optimizer, params, steps=2)
-        held = sum(t.numel() for state in optimizer.state.values() for t in state.values())
+        held = sum(
+            t.numel()
+            for state in optimizer.state.values()
+            for t in state.values()
+            if torch.is_tensor(t)
+        )
         assert held == copies * sum(p.numel() for p in params), name
 
 
@@ -597,6 +814,42 @@ def test_optimizer_state_is_as_small_as_said():
 def test_misuse_is_refused_by_name_and_range(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("make", "group", "message"),
+    [
+        (lambda ps: DPMuon(ps), {"params": parameters([(3,)])}, r"shape \(3,\) is no matrix"),
+        (lambda ps: DPMuonS(ps), {"params": parameters([(3,)])}, r"shape \(3,\) is no matrix"),
+        (lambda ps: DPMuon(ps), {"lr": -1.0}, r"lr=-1.0 must be in"),
+        (lambda ps: DPMuon(ps), {"lr": math.nan}, r"lr=nan must be in"),
+        (lambda ps: DPSGD(ps), {"momentum": 2.0}, r"momentum=2.0 must be in"),
+        (lambda ps: DPSGD(ps), {"weight_decay": -1.0}, r"weight_decay=-1.0 must be in"),
+        (lambda ps: DPSGD(ps), {"rule": "muon"}, r"rule='muon' must be one of sgd"),
+        (lambda ps: DPAdam(ps), {"rule": "sgd"}, r"rule='sgd' must be one of adam"),
+        (lambda ps: DPAdam(ps), {"betas": (0.9, 1.0)}, r"betas=1.0 must be in"),
+        (lambda ps: DPAdam(ps), {"eps": 0.0}, r"eps=0.0 must be > 0"),
+        (lambda ps: DPMuon(ps), {"rule": "muon_s"}, r"rule='muon_s' must be one of muon, sgd"),
+        (lambda ps: DPMuon(ps), {"ns_steps": 0}, r"ns_steps=0 must be >= 1"),
+        (lambda ps: DPMuon(ps), {"blocks": 0}, r"blocks=0 must be >= 1"),
+        (lambda ps: DPMuon(ps), {"blocks": 5}, r"blocks=5 equal matrices"),
+        (lambda ps: DPMuon(ps), {"adjust_lr": "x"}, r"adjust_lr='x' must be one of"),
+        (lambda ps: DPMuon(ps), {"ns_coefficients": "x"}, r"ns_coefficients='x' must be one of"),
+        (lambda ps: DPMuon(ps), {"spectral_map": "x"}, r"spectral_map='x' must be one of"),
+        (lambda ps: DPMuon(ps), {"spectral_map": "selective"}, r"needs noise=KnownNoise"),
+    ],
+)
+def test_a_group_that_is_added_is_checked_as_the_first_ones_are(make, group, message):
+    params, added = parameters(), {"params": parameters([(4, 4)], seed=1), **group}
+    optimizer = make(params)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(added)
+    assert len(optimizer.param_groups) == 1  # the refused group is not left behind
+    take_steps(optimizer, params)
+    with pytest.raises(ValueError, match=message):
+        make([{"params": params}, added])
+    optimizer.add_param_group({"params": parameters([(4, 4)], seed=1)})
+    assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize(

@@ -547,6 +547,18 @@ def test_selective_orthogonalises_a_matrix_exactly_where_its_signal_clears_the_g
     torch.testing.assert_close(image[1], weak * 96**0.5 / weak.norm(), rtol=1e-4, atol=1e-4)
 
 
+def test_selective_asks_the_gate_and_not_the_bare_edge():
+    m, n, s = 64, 96, 1e-3
+    u, v = torch.nn.functional.normalize(gaussian(2, n, seed=3), dim=1)
+    u = torch.nn.functional.normalize(u[:m], dim=0)
+    edge, gate = m**0.5 + n**0.5, detection_gate(m, n)
+    for y, orthogonalised in ((0.5 * (edge + gate), False), (1.01 * gate, True)):
+        X = y * s * torch.outer(u, v) + 1e-8 * gaussian(m, n, seed=4)
+        image = spectral_map(X, name="selective", noise_std=s)
+        expected = newton_schulz(X) if orthogonalised else X * m**0.5 / X.norm()
+        torch.testing.assert_close(image, expected, rtol=1e-3, atol=1e-3)
+
+
 @few
 @given(shape=shapes, seed=seeds, name=st.sampled_from(sorted(SPECTRAL_MAPS)))
 def test_every_map_treats_a_stack_and_a_transpose_as_its_matrices(shape, seed, name):
