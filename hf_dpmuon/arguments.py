@@ -52,8 +52,8 @@ class ModelArguments:
     model_name_or_path: str = field(
         default="builtin:tiny-vit",
         metadata={
-            "help": "Hub id, local folder, timm/<name>, builtin:tiny-vit, or a network to train from "
-            "scratch: builtin:wrn-16-4, wrn-28-10, resnet-18-gn, nf-resnet-50."
+            "help": "Hub id, local folder, timm/<name>, builtin:tiny-vit, or a network to train "
+            "from scratch: builtin:wrn-16-4, wrn-28-10, resnet-18-gn, nf-resnet-50."
         },
     )
     model_revision: str | None = field(
@@ -202,6 +202,10 @@ class DPTrainingArguments(TrainingArguments):
             "help": "Of DP-SGD steps; 0.9 if unset, and 0 behind a filter, which is momentum too."
         },
     )
+    muon_momentum: float | None = field(
+        default=None,
+        metadata={"help": "Of spectral steps; 0.95 under muon and 0.9 under muon_s if unset."},
+    )
     orthogonalize_head: bool = field(
         default=True,
         metadata={"help": "Under muon, muon_s: whether the classifier's matrix is, too."},
@@ -215,6 +219,9 @@ class DPTrainingArguments(TrainingArguments):
         metadata={"help": "Newton-Schulz table: keller (the paper's), you or polar_express."},
     )
     ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations."})
+    ns_bf16: bool = field(
+        default=False, metadata={"help": "Newton-Schulz iterations in bfloat16; on CUDA only."}
+    )
     adjust_lr: str | None = field(
         default=None,
         metadata={
@@ -349,13 +356,43 @@ class DPTrainingArguments(TrainingArguments):
             dp_optimizer=self.dp_optimizer,
             spectral_map=self.spectral_map,
             correct_for_noise=self.correct_for_noise,
+            orthogonalize_head=self.orthogonalize_head,
+            orthogonalize_patch_embedding=self.orthogonalize_patch_embedding,
+            ns_steps=self.ns_steps,
+            ns_coefficients=self.ns_coefficients,
+            ns_bf16=self.ns_bf16,
+            adjust_lr=self.adjust_lr,
+            muon_momentum=self.muon_momentum,
+            adam_beta1=self.adam_beta1,
+            adam_beta2=self.adam_beta2,
+            adam_epsilon=self.adam_epsilon,
         )
+        for name, default, owner in (
+            ("doppler_coefficients", "ema_0.9", "doppler"),
+            ("disk_kappa", 0.7, "disk"),
+            ("disk_gamma", None, "disk"),
+        ):
+            value = getattr(self, name)
+            if value != default and self.dp_filter != owner:
+                raise ValueError(
+                    f"{name}={value!r} has no effect under dp_filter={self.dp_filter!r}; set "
+                    f"dp_filter={owner!r} or leave it {default!r}."
+                )
+        if self.sgd_momentum is not None and self.dp_optimizer == "adam":
+            raise ValueError(
+                f"sgd_momentum={self.sgd_momentum} has no effect under dp_optimizer='adam'; leave "
+                "it unset."
+            )
         if self.learning_rate is None:
             self.learning_rate = LEARNING_RATES[self.dp_optimizer]
         if self.sgd_momentum is None:
             self.sgd_momentum = 0.9 if self.dp_filter == "none" else 0.0
-        if not 0 <= self.sgd_momentum < 1:
-            raise ValueError(f"sgd_momentum={self.sgd_momentum} must be in [0, 1).")
+        for name in ("sgd_momentum", "muon_momentum", "adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must be in [0, 1).")
+        if not self.adam_epsilon > 0:
+            raise ValueError(f"adam_epsilon={self.adam_epsilon} must be > 0.")
         if self.ns_steps < 1:
             raise ValueError(f"ns_steps={self.ns_steps} must be >= 1.")
         evaluations = self.build_filter([]).evaluations
@@ -530,6 +567,10 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"n_gpu={self.n_gpu} in one process would use nn.DataParallel, whose replicas the "
                 "per-sample hooks cannot see; set CUDA_VISIBLE_DEVICES to one device."
+            )
+        if self.ns_bf16 and self.device.type != "cuda":
+            raise ValueError(
+                f"ns_bf16=True is slower than float32 on device={self.device.type!r}; leave it off."
             )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
