@@ -725,24 +725,62 @@ SPECTRAL_OPTIMIZERS = ("muon", "muon_s")
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.FUSED_QKV, ParameterRole.CONV})
 
 
-def check_method(*, dp_optimizer: str, spectral_map: str, correct_for_noise: bool) -> None:
-    """Refuse names that are unknown and settings that would have no effect.
+# Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
+ITERATED_MAPS = ("newton_schulz", "polar_express", "selective")
+TABLED_MAPS = ("newton_schulz", "selective")
+
+
+def check_method(
+    *,
+    dp_optimizer: str,
+    spectral_map: str = "newton_schulz",
+    correct_for_noise: bool = False,
+    orthogonalize_head: bool = True,
+    orthogonalize_patch_embedding: bool = True,
+    ns_steps: int = 5,
+    ns_coefficients: str = "keller",
+    ns_bf16: bool = False,
+    adjust_lr: str | None = None,
+    muon_momentum: float | None = None,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    adam_epsilon: float = 1e-8,
+) -> None:
+    """Refuse names that are unknown and settings, other than the defaults, without effect.
 
     Raises:
         ValueError: If there is one.
     """
     _check_name("dp_optimizer", dp_optimizer, DP_OPTIMIZERS)
     _check_name("spectral_map", spectral_map, SPECTRAL_MAPS)
+    under = f"under dp_optimizer={dp_optimizer!r}"
     if dp_optimizer != "muon" and spectral_map != "newton_schulz":
         raise ValueError(
-            f"spectral_map={spectral_map!r} has no effect under dp_optimizer={dp_optimizer!r}; "
-            "set dp_optimizer='muon' or leave it 'newton_schulz'."
+            f"spectral_map={spectral_map!r} has no effect {under}; set dp_optimizer='muon' or "
+            "leave it 'newton_schulz'."
         )
     if correct_for_noise and dp_optimizer not in ("adam", "muon_s"):
         raise ValueError(
-            f"correct_for_noise=True has no effect under dp_optimizer={dp_optimizer!r}; use 'adam' "
-            "or 'muon_s', or a spectral_map that knows the noise."
+            f"correct_for_noise=True has no effect {under}; use 'adam' or 'muon_s', or a "
+            "spectral_map that knows the noise."
         )
+    spectral, adam = dp_optimizer in SPECTRAL_OPTIMIZERS, dp_optimizer == "adam"
+    iterated, tabled = spectral_map in ITERATED_MAPS, spectral_map in TABLED_MAPS
+    for name, value, default, of_optimizer, of_map in (
+        ("orthogonalize_head", orthogonalize_head, True, spectral, True),
+        ("orthogonalize_patch_embedding", orthogonalize_patch_embedding, True, spectral, True),
+        ("adjust_lr", adjust_lr, None, spectral, True),
+        ("muon_momentum", muon_momentum, None, spectral, True),
+        ("ns_steps", ns_steps, 5, spectral, iterated),
+        ("ns_bf16", ns_bf16, False, spectral, iterated),
+        ("ns_coefficients", ns_coefficients, "keller", spectral, tabled),
+        ("adam_beta1", adam_beta1, 0.9, adam, True),
+        ("adam_beta2", adam_beta2, 0.999, adam, True),
+        ("adam_epsilon", adam_epsilon, 1e-8, adam, True),
+    ):
+        if value != default and not (of_optimizer and of_map):
+            where = f"under spectral_map={spectral_map!r}" if of_optimizer else under
+            raise ValueError(f"{name}={value!r} has no effect {where}; leave it {default!r}.")
 
 
 def create_optimizer(
@@ -758,7 +796,12 @@ def create_optimizer(
     spectral_map: str = "newton_schulz",
     ns_steps: int = 5,
     ns_coefficients: str = "keller",
+    ns_bf16: bool = False,
     adjust_lr: str | None = None,
+    muon_momentum: float | None = None,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.999,
+    adam_epsilon: float = 1e-8,
     noise: KnownNoise | None = None,
     correct_for_noise: bool = False,
 ) -> torch.optim.Optimizer:
@@ -777,7 +820,13 @@ def create_optimizer(
         spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
         ns_steps: Newton-Schulz iterations.
         ns_coefficients: Their coefficient table.
+        ns_bf16: Whether they run in bfloat16, which is faster on CUDA only.
         adjust_lr: Factor for rectangular matrices; None for the method's own.
+        muon_momentum: Of spectral steps, in [0, 1); None for the method's own, 0.95 of "muon" and
+            0.9 of "muon_s".
+        adam_beta1: Of the first moment of "adam", in [0, 1).
+        adam_beta2: Of the second.
+        adam_epsilon: Added to its denominator.
         noise: Public level of the noise in the gradients, for what uses it.
         correct_for_noise: Whether the second moment of "adam" and the largest singular value of
             "muon_s" are corrected by ``noise``.
@@ -790,7 +839,19 @@ def create_optimizer(
             or there is no matrix to orthogonalise.
     """
     check_method(
-        dp_optimizer=dp_optimizer, spectral_map=spectral_map, correct_for_noise=correct_for_noise
+        dp_optimizer=dp_optimizer,
+        spectral_map=spectral_map,
+        correct_for_noise=correct_for_noise,
+        orthogonalize_head=orthogonalize_head,
+        orthogonalize_patch_embedding=orthogonalize_patch_embedding,
+        ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients,
+        ns_bf16=ns_bf16,
+        adjust_lr=adjust_lr,
+        muon_momentum=muon_momentum,
+        adam_beta1=adam_beta1,
+        adam_beta2=adam_beta2,
+        adam_epsilon=adam_epsilon,
     )
     if correct_for_noise and noise is None:
         raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
@@ -828,22 +889,31 @@ def create_optimizer(
         decayed, rest = [{"params": matrices + fused}], {"params": vectors}
     groups = [{**group, "weight_decay": weight_decay} for group in decayed]
     groups = [group for group in [*groups, {**rest, "weight_decay": 0.0}] if group["params"]]
-    iteration: dict[str, Any] = {"ns_steps": ns_steps, "ns_coefficients": ns_coefficients}
+    matrix: dict[str, Any] = {"ns_steps": ns_steps, "ns_coefficients": ns_coefficients}
+    matrix["ns_dtype"] = torch.bfloat16 if ns_bf16 else torch.float32
     if adjust_lr is not None:
-        iteration["adjust_lr"] = adjust_lr
+        matrix["adjust_lr"] = adjust_lr
+    if muon_momentum is not None:
+        matrix["momentum"] = muon_momentum
     correction = noise if correct_for_noise else None
     optimizer: torch.optim.Optimizer
     match dp_optimizer:
         case "sgd":
             optimizer = DPSGD(groups, lr=learning_rate, momentum=sgd_momentum)
         case "adam":
-            optimizer = DPAdam(groups, lr=learning_rate, noise=correction)
+            optimizer = DPAdam(
+                groups,
+                lr=learning_rate,
+                betas=(adam_beta1, adam_beta2),
+                eps=adam_epsilon,
+                noise=correction,
+            )
         case "muon_s":
-            optimizer = DPMuonS(groups, lr=learning_rate, noise=correction, **iteration)
+            optimizer = DPMuonS(groups, lr=learning_rate, noise=correction, **matrix)
         case _:
             known = noise if spectral_map in NOISE_AWARE_MAPS else None
             optimizer = DPMuon(
-                groups, lr=learning_rate, spectral_map=spectral_map, noise=known, **iteration
+                groups, lr=learning_rate, spectral_map=spectral_map, noise=known, **matrix
             )
     grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(trainable), "groups must partition the model"

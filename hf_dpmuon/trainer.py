@@ -381,7 +381,12 @@ class DPTrainer(Trainer):
                 spectral_map=self.args.spectral_map,
                 ns_steps=self.args.ns_steps,
                 ns_coefficients=self.args.ns_coefficients,
+                ns_bf16=self.args.ns_bf16,
                 adjust_lr=self.args.adjust_lr,
+                muon_momentum=self.args.muon_momentum,
+                adam_beta1=self.args.adam_beta1,
+                adam_beta2=self.args.adam_beta2,
+                adam_epsilon=self.args.adam_epsilon,
                 noise=self._known_noise,
                 correct_for_noise=self.args.correct_for_noise,
             )
@@ -611,6 +616,11 @@ class DPTrainer(Trainer):
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         self.run.prepare(checkpoint)
         if checkpoint is not None and self.args.dp_filter != "none":
+            if not (checkpoint / FILTER_FILE).exists():
+                raise ValueError(
+                    f"checkpoint {checkpoint} has no {FILTER_FILE}, the past gradients that "
+                    f"dp_filter={self.args.dp_filter!r} goes on from; take another checkpoint."
+                )
             self._filter.load_state_dict(
                 torch.load(
                     checkpoint / FILTER_FILE, map_location=self.args.device, weights_only=True

@@ -157,7 +157,7 @@ def test_every_method_trains_as_plain_code_does(tmp_path, dp_optimizer, dp_filte
         tmp_path,
         dp_optimizer=dp_optimizer,
         dp_filter=dp_filter,
-        disk_kappa=KAPPA,
+        **({"disk_kappa": KAPPA} if dp_filter == "disk" else {}),
         learning_rate=lr,
         vector_learning_rate=lr,
         lr_scheduler_type="constant",
@@ -196,7 +196,8 @@ def test_the_combination_of_each_sample_is_what_is_clipped(tmp_path, mode, gamma
 def test_a_resumed_run_of_every_method_equals_an_uninterrupted_one(
     tmp_path, dp_optimizer, dp_filter
 ):
-    settings = {"dp_optimizer": dp_optimizer, "dp_filter": dp_filter, "disk_gamma": 0.3}
+    settings = {"dp_optimizer": dp_optimizer, "dp_filter": dp_filter}
+    settings |= {"disk_gamma": 0.3} if dp_filter == "disk" else {}
     whole = trainer_of(tmp_path / "whole", **settings)
     whole.train()
     saving = {"save_strategy": "steps", "save_steps": 2}
@@ -208,7 +209,8 @@ def test_a_resumed_run_of_every_method_equals_an_uninterrupted_one(
 
 
 def test_a_checkpoint_without_the_filter_s_state_is_refused(tmp_path):
-    trainer_of(tmp_path, save_strategy="steps", save_steps=2).train()
+    trainer_of(tmp_path, dp_filter="doppler", save_strategy="steps", save_steps=2).train()
+    (tmp_path / "checkpoint-2" / "gradient_filter.pt").unlink()
     again = trainer_of(tmp_path, dp_filter="doppler")
     with pytest.raises(ValueError, match=r"has no gradient_filter.pt.*dp_filter='doppler'"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -275,11 +277,106 @@ def test_dropout_is_the_same_at_every_query_point(tmp_path):
         ({"spectral_map": "x"}, r"spectral_map='x' must be one of hard_threshold"),
         ({"spectral_map": "svd", "dp_optimizer": "adam"}, r"spectral_map='svd' has no effect"),
         ({"correct_for_noise": True}, r"correct_for_noise=True has no effect under"),
+        ({"muon_momentum": 1.0}, r"muon_momentum=1.0 must be in \[0, 1\)"),
+        ({"dp_optimizer": "adam", "adam_beta1": 1.0}, r"adam_beta1=1.0 must be in \[0, 1\)"),
+        ({"dp_optimizer": "adam", "adam_beta2": -0.1}, r"adam_beta2=-0.1 must be in \[0, 1\)"),
+        ({"dp_optimizer": "adam", "adam_epsilon": 0.0}, r"adam_epsilon=0.0 must be > 0"),
+        ({"ns_bf16": True}, r"ns_bf16=True is slower than float32 on device='cpu'"),
     ],
 )
 def test_settings_of_a_method_are_refused_by_name_and_range(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, **settings)
+
+
+# Options of a method, at a value away from the default, and the methods on which they act.
+OPTIONS = {
+    "orthogonalize_head": (False, {"muon", "muon_s"}),
+    "orthogonalize_patch_embedding": (False, {"muon", "muon_s"}),
+    "adjust_lr": ("match_rms_adamw", {"muon", "muon_s"}),
+    "muon_momentum": (0.5, {"muon", "muon_s"}),
+    "ns_steps": (2, {"muon", "muon_s"}),
+    "ns_coefficients": ("you", {"muon", "muon_s"}),
+    "ns_bf16": (True, set()),  # on a CPU
+    "spectral_map": ("svd", {"muon"}),
+    "correct_for_noise": (True, {"adam", "muon_s"}),
+    "adam_beta1": (0.5, {"adam"}),
+    "adam_beta2": (0.5, {"adam"}),
+    "adam_epsilon": (1e-3, {"adam"}),
+    "sgd_momentum": (0.5, {"sgd", "muon", "muon_s"}),
+    "weight_decay": (0.1, {"sgd", "adam", "muon", "muon_s"}),
+    "doppler_coefficients": ("second_order", {"doppler"}),
+    "disk_kappa": (0.3, {"disk"}),
+    "disk_gamma": (0.2, {"disk"}),
+}
+
+
+def short_run(folder: Path, **settings: object) -> dict[str, Tensor]:
+    """Weights of three steps, at a constant learning rate; the first is alike under any filter."""
+    settings = {"max_steps": 3, "lr_scheduler_type": "constant", "warmup_steps": 0, **settings}
+    trainer = trainer_of(folder, **settings)
+    trainer.train()
+    return weights(trainer.model)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, object], dict[str, Tensor]]:
+    """Weights of a run without further options, one for each method."""
+    ran: dict[tuple[str, object], dict[str, Tensor]] = {}
+
+    def weights_of(name: str, value: object) -> dict[str, Tensor]:
+        if (name, value) not in ran:
+            ran[name, value] = short_run(tmp_path_factory.mktemp("plain"), **{name: value})
+        return ran[name, value]
+
+    return weights_of
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("method", ["sgd", "adam", "muon", "muon_s", "none", "doppler", "disk"])
+def test_every_option_either_acts_or_is_refused(tmp_path, plain, method, option):
+    """An option that is taken and does nothing lets a sweep compare a run with itself."""
+    value, acts_on = OPTIONS[option]
+    of_filter = method in ("none", "doppler", "disk")
+    choice = "dp_filter" if of_filter else "dp_optimizer"
+    if of_filter != (option.split("_")[0] in ("doppler", "disk")):
+        return
+    if method not in acts_on:
+        with pytest.raises(ValueError, match=f"{option}=") as refusal:
+            trainer_of(tmp_path, **{choice: method, option: value})
+        assert "has no effect under" in str(refusal.value) or option == "ns_bf16"
+        assert str(refusal.value).endswith(".")
+        return
+    changed = short_run(tmp_path, **{choice: method, option: value})
+    assert largest_difference(plain(choice, method), changed) > 1e-7
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"spectral_map": "polar_express", "ns_coefficients": "you"}, "ns_coefficients='you'"),
+        ({"spectral_map": "svd", "ns_coefficients": "you"}, "ns_coefficients='you'"),
+        ({"spectral_map": "known_noise_polar", "ns_steps": 3}, "ns_steps=3"),
+        ({"spectral_map": "shrink_operator", "ns_bf16": True}, "ns_bf16=True"),
+    ],
+)
+def test_options_of_an_iteration_are_refused_where_none_runs(tmp_path, settings, option):
+    with pytest.raises(ValueError, match=f"{option} has no effect under spectral_map="):
+        trainer_of(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spectral_map": "polar_express", "ns_steps": 8},
+        {"spectral_map": "selective", "ns_coefficients": "you"},
+    ],
+)
+def test_options_of_an_iteration_reach_the_maps_that_iterate(tmp_path, settings):
+    common = {"spectral_map": settings["spectral_map"], "noise_multiplier": 1e-3}
+    plain = short_run(tmp_path / "plain", **common)
+    changed = short_run(tmp_path / "changed", **{**common, **settings})
+    assert largest_difference(plain, changed) > 1e-6
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"
