@@ -116,7 +116,7 @@ def main() -> None:
     try:
         model_args, data_args, args = parse_arguments()
         finetune(model_args, data_args, args)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(f"finetune_vit: {error}", file=sys.stderr)
         sys.exit(2)
 
