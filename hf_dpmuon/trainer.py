@@ -23,7 +23,6 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import DynamoBackend, broadcast
 from safetensors.torch import load_file
@@ -77,9 +76,16 @@ OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon
 
 
 def compute_accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of examples whose largest logit is at their label."""
-    logits = prediction.predictions
-    return {"accuracy": float((np.argmax(logits, axis=-1) == prediction.label_ids).mean())}
+    """Share of examples whose largest logit is at their label, and the mean cross-entropy.
+
+    The base class's own ``eval_loss``, which this one replaces, averages batches that several
+    processes fill up with repeated rows.
+    """
+    logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
+    return {
+        "accuracy": float((logits.argmax(-1) == labels).float().mean()),
+        "loss": float(F.cross_entropy(logits.float(), labels)),
+    }
 
 
 class _RowsOnly(Dataset[Any]):

@@ -135,6 +135,18 @@ def test_any_number_of_processes_gives_the_same_weights(tmp_path, mode):
         assert len(ledger) == 5
 
 
+def test_evaluation_counts_each_row_once_in_any_number_of_processes(tmp_path):
+    def evaluate(rank: int) -> dict[str, float]:
+        trainer = trainer_of(tmp_path, per_device_eval_batch_size=3)
+        metrics = trainer.evaluate()  # 10 rows: not divisible by 2, 3 or 4
+        return {name: metrics[name] for name in ("eval_loss", "eval_accuracy")}
+
+    alone = evaluate(0)
+    for world_size in (2, 4):
+        for metrics in in_processes(world_size, evaluate):
+            assert metrics == pytest.approx(alone, rel=1e-5)
+
+
 def test_empty_stripes_and_empty_draws_do_not_hang(tmp_path):
     # Case 53.
     sizes = [len(rows) for rows in draws(12, 1)]
