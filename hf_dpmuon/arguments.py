@@ -570,7 +570,8 @@ class DPTrainingArguments(TrainingArguments):
             )
         if self.ns_bf16 and self.device.type != "cuda":
             raise ValueError(
-                f"ns_bf16=True is slower than float32 on device={self.device.type!r}; leave it off."
+                f"ns_bf16=True needs a CUDA device, and this run's is {self.device.type!r}; leave "
+                "it off."
             )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
