@@ -5,7 +5,9 @@
 Every optimizer moves its own copy of the parameters of a Hugging Face ViT (patch embedding
 flattened to a matrix, so that ``torch.optim.Muon`` takes it). Steps are interleaved: each round
 times one step of every optimizer, so that a busy machine slows all alike; medians are printed with
-their ratio to ``torch.optim.Muon`` in float32. The parameters that Muon does not take are moved by
+their ratio to ``torch.optim.Muon`` in float32. A filter's step is its query points (DiSK: the moved
+weights, at one of which a gradient would be taken), its smoothing and the optimizer's step. The
+parameters that Muon does not take are moved by
 ``torch.optim.SGD`` beside it, as ``DPMuon`` moves them itself.
 """
 
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
+from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise
+from hf_dpmuon.spectral import SPECTRAL_MAPS
 
 NOISE = KnownNoise(1e-3)
 Step = Callable[[], object]
@@ -88,6 +92,24 @@ class TorchMuon:
         self.sgd.step()
 
 
+class Filtered:
+    """A filter, then the optimizer on what it returns."""
+
+    def __init__(self, filter_: GradientFilter, optimizer: torch.optim.Optimizer) -> None:
+        self.filter, self.optimizer = filter_, optimizer
+        self.held = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self) -> None:
+        """Ask where to evaluate, smooth, move."""
+        self.filter.query_points()
+        released = [p.grad for p in self.held if p.grad is not None]
+        for p, smooth in zip(self.held, self.filter.smooth(released), strict=True):
+            p.grad = smooth
+        self.optimizer.step()
+        for p, gradient in zip(self.held, released, strict=True):
+            p.grad = gradient
+
+
 def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) -> Step:
     """The step of the optimizer of that name."""
     everything = matrices + vectors
@@ -107,19 +129,27 @@ def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) 
         "DPMuon you": lambda: DPMuon(spectral, ns_coefficients="you").step,
         "DPMuon bfloat16": lambda: DPMuon(spectral, ns_dtype=torch.bfloat16).step,
         "DPMuonS": lambda: DPMuonS(spectral).step,
-        "DPMuon selective": lambda: DPMuon(spectral, spectral_map="selective", noise=NOISE).step,
-        "DPMuon known_noise_polar": lambda: (
-            DPMuon(spectral, spectral_map="known_noise_polar", noise=NOISE).step
+        "DPMuonS corrected": lambda: DPMuonS(spectral, noise=NOISE).step,
+        "DOPPLER-SGD": lambda: Filtered(LowPassFilter(), DPSGD(everything, momentum=0.0)).step,
+        "DiSK-SGD": lambda: (
+            Filtered(KalmanFilter(everything), DPSGD(everything, momentum=0.0)).step
         ),
+        "DOPPLER-Muon": lambda: Filtered(LowPassFilter(), DPMuon(spectral)).step,
+        "DiSK-Muon": lambda: Filtered(KalmanFilter(everything), DPMuon(spectral)).step,
     }
+    if name.removeprefix("DPMuon ") in MAPS:
+        mapped = name.removeprefix("DPMuon ")
+        return DPMuon(spectral, spectral_map=mapped, noise=NOISE).step
     return builders[name]()
 
 
-SLOW = {"DPMuon selective", "DPMuon known_noise_polar"}
+MAPS = sorted(SPECTRAL_MAPS - {"newton_schulz"})
+SLOW = {f"DPMuon {name}" for name in MAPS} - {"DPMuon polar_express"}
 METHODS = [
-    "torch SGD", "torch AdamW", "torch Muon float32", "torch Muon", "DPSGD", "DPAdam",
-    "DPAdam corrected", "DPMuon", "DPMuon you", "DPMuon bfloat16", "DPMuonS", "DPMuon selective",
-    "DPMuon known_noise_polar",
+    "torch SGD", "torch AdamW", "torch Muon float32", "torch Muon", "DPSGD", "DOPPLER-SGD",
+    "DiSK-SGD", "DPAdam", "DPAdam corrected", "DPMuon", "DPMuon you", "DPMuon bfloat16",
+    "DOPPLER-Muon", "DiSK-Muon", "DPMuonS", "DPMuonS corrected",
+    *(f"DPMuon {name}" for name in MAPS),
 ]  # fmt: skip
 
 
@@ -129,6 +159,24 @@ def parameters(shapes: list[tuple[int, ...]], device: str) -> list[nn.Parameter]
     for p in made:
         p.grad = 1e-3 * torch.randn_like(p)
     return made
+
+
+def entries_of_state(owner: object) -> int:
+    """Entries of the tensors that stay from one step to the next."""
+    if isinstance(owner, Filtered):
+        return entries_of_state(owner.optimizer) + _entries(
+            list(owner.filter.state_dict().values())
+        )
+    if isinstance(owner, TorchMuon):
+        return entries_of_state(owner.muon) + entries_of_state(owner.sgd)
+    assert isinstance(owner, torch.optim.Optimizer)
+    return _entries([list(state.values()) for state in owner.state.values()])
+
+
+def _entries(value: object) -> int:
+    if isinstance(value, list):
+        return sum(_entries(item) for item in value)
+    return value.numel() if isinstance(value, Tensor) and value.numel() > 1 else 0
 
 
 def timed(step: Step, clock: Callable[[], float], device: str) -> float:
@@ -185,14 +233,7 @@ def main() -> None:
         step()  # allocates the state
         peaks[name] = peak_bytes(step, device)
         owner = step.__self__  # type: ignore[attr-defined]
-        optimizers = [owner.muon, owner.sgd] if isinstance(owner, TorchMuon) else [owner]
-        states[name] = sum(
-            t.numel()
-            for optimizer in optimizers
-            for state in optimizer.state.values()
-            for t in state.values()
-            if isinstance(t, Tensor) and t.numel() > 1
-        )
+        states[name] = entries_of_state(owner)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(args.rounds):
         for name in names:
