@@ -299,6 +299,12 @@ class DPTrainer(Trainer):
                 "the launcher's dynamo_backend compiles the model, which bypasses the engine of "
                 "per-sample gradients; launch with --dynamo_backend no."
             )
+        if torch.get_float32_matmul_precision() != "highest":
+            raise ValueError(
+                f"float32_matmul_precision={torch.get_float32_matmul_precision()!r} rounds norms "
+                "and sums, which loosens the clipping bound; call "
+                "torch.set_float32_matmul_precision('highest')."
+            )
         self.label_names = ["labels"]
         self._filtered = [p for p in self.model.parameters() if p.requires_grad]
         self._filter = args.build_filter(self._filtered)

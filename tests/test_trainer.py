@@ -905,6 +905,26 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "b").glob("*checkpoint*")] == ["checkpoint-4"]
 
 
+def test_a_checkpoint_whose_replacement_was_interrupted_is_put_back(tmp_path):
+    checkpoint = checkpointed(tmp_path, save_total_limit=1, max_steps=2)
+    staging = tmp_path / ".incomplete-checkpoint"
+    staging.mkdir()
+    checkpoint.rename(staging / f"replaced-{checkpoint.name}")
+    trainer = trainer_of(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    assert checkpoint.is_dir()
+
+
+def test_rounded_matrix_products_are_refused(tmp_path):
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ValueError, match="float32_matmul_precision='medium'"):
+            trainer_of(tmp_path)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_a_checkpoint_of_an_earlier_pass_through_the_step_is_replaced(tmp_path):
     checkpoint = checkpointed(tmp_path)
     second = trainer_of(tmp_path, save_strategy="steps", save_steps=2)
