@@ -18,7 +18,7 @@ noise, that is exact sums) cannot foretell the rest.
 import hashlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -34,6 +34,7 @@ __all__ = [
     "generator_state",
     "restore_generator",
     "keyed_generator",
+    "PrivacyUnits",
     "PoissonSampler",
     "LogicalBatch",
     "LogicalBatchLoader",
@@ -107,6 +108,54 @@ def keyed_generator(*material: bytes) -> np.random.Generator:
     lengths = b"".join(len(part).to_bytes(8, "big") for part in material)
     digest = hashlib.sha256(lengths + b"".join(material)).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
+
+
+@dataclass(frozen=True, eq=False)
+class PrivacyUnits:
+    """Which rows of a data set belong to each privacy unit; a partition of all rows.
+
+    Attributes:
+        name: What a unit is, such as "patient".
+        rows_of_unit: For each unit its rows, int64, ascending.
+    """
+
+    name: str
+    rows_of_unit: tuple[IntArray, ...]
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[Hashable], *, name: str) -> "PrivacyUnits":
+        """Groups rows that have the same id.
+
+        Args:
+            ids: One per row. Only which are equal is used; no id is kept.
+            name: What a unit is, such as "patient".
+
+        Raises:
+            ValueError: An id is missing (None, NaN or blank): such rows would be one unit or many.
+        """
+        missing = sum(i is None or i != i or (isinstance(i, str) and not i.strip()) for i in ids)
+        if missing:
+            raise ValueError(
+                f"{missing} of {len(ids)} rows have no {name} id, so nobody can say whose they "
+                "are; fill the ids in, or remove these rows."
+            )
+        rows: dict[Hashable, list[int]] = {}
+        for row, unit in enumerate(ids):
+            rows.setdefault(unit, []).append(row)
+        return cls(name, tuple(np.array(of_unit, dtype=np.int64) for of_unit in rows.values()))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all units together."""
+        return sum(map(len, self.rows_of_unit))
+
+    @property
+    def largest(self) -> int:
+        """Rows of the unit that has most of them."""
+        return max(map(len, self.rows_of_unit))
+
+    def __len__(self) -> int:
+        return len(self.rows_of_unit)
 
 
 class PoissonSampler:

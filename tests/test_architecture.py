@@ -28,10 +28,13 @@ ROOMS = [
     "ledger",
     "optim",
     "diagnostics",
+    "metrics",
     "model_card",
+    "hub",
     "arguments",
     "run",
     "trainer",
+    "cli",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
 

@@ -15,6 +15,7 @@ from scipy import stats
 from hf_dpmuon.sampling import (
     LogicalBatchLoader,
     PoissonSampler,
+    PrivacyUnits,
     generator_state,
     restore_generator,
     secret_generator,
@@ -397,3 +398,23 @@ def test_wrong_units_are_refused(changed, message):
             num_batches=1,
             **changed,
         )
+
+
+# Units of several rows
+
+
+@few
+@given(ids=st.lists(st.sampled_from(["ann", "bob", 3, 4.5]), min_size=1, max_size=30))
+def test_units_are_a_partition_by_id(ids):
+    units = PrivacyUnits.from_ids(ids, name="patient")
+    assert sorted(np.concatenate(units.rows_of_unit).tolist()) == list(range(len(ids)))
+    assert len(units) == len(set(ids))
+    assert all(len({ids[row] for row in rows}) == 1 for rows in units.rows_of_unit)
+    assert units.num_rows == len(ids)
+    assert units.largest == max(ids.count(unit) for unit in ids)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), "", "  "])
+def test_a_missing_id_is_refused_with_a_count(missing):
+    with pytest.raises(ValueError, match="2 of 4 rows have no patient id"):
+        PrivacyUnits.from_ids(["a", missing, "b", missing], name="patient")
