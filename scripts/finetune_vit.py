@@ -20,6 +20,7 @@ import logging
 import os
 import sys
 
+import torch
 from transformers import set_seed
 
 from hf_dpmuon.arguments import (
@@ -116,6 +117,10 @@ def main() -> None:
     try:
         model_args, data_args, args = parse_arguments()
         finetune(model_args, data_args, args)
+        if torch.distributed.is_initialized():
+            # Threads that gloo still runs when the interpreter ends would abort the process.
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
     except (ValueError, NotImplementedError) as error:
         print(f"finetune_vit: {error}", file=sys.stderr)
         sys.exit(2)

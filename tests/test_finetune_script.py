@@ -14,7 +14,9 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 ROOT = Path(__file__).parents[1]
 
 
-def launch(*options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+def launch(
+    *options: str, processes: int = 1, script: str = "scripts/finetune_vit.py"
+) -> subprocess.CompletedProcess[str]:
     several = ["--multi_gpu"] if processes > 1 else []
     return subprocess.run(
         [
@@ -25,7 +27,7 @@ def launch(*options: str, processes: int = 1) -> subprocess.CompletedProcess[str
             "--num_machines=1",
             "--mixed_precision=no",
             "--dynamo_backend=no",
-            "scripts/finetune_vit.py",
+            script,
             *options,
         ],
         cwd=ROOT,
@@ -35,6 +37,16 @@ def launch(*options: str, processes: int = 1) -> subprocess.CompletedProcess[str
         timeout=300,
         check=False,
     )
+
+
+# A process group that is open when the interpreter ends aborts the process now and then.
+LOOK_AT_EXIT = """
+import atexit, runpy, torch
+atexit.register(
+    lambda: print("process group open at exit:", torch.distributed.is_initialized(), flush=True)
+)
+runpy.run_path("scripts/finetune_vit.py", run_name="__main__")
+"""
 
 
 def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
@@ -75,11 +87,14 @@ def test_two_processes_train_as_one(tmp_path):
         "--logical_batch_size=32",
         "--noise_seed=5",
     ]
+    script = tmp_path / "finetune_and_look.py"
+    script.write_text(LOOK_AT_EXIT)
     states = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        done = launch(*options, f"--output_dir={folder}", processes=processes)
+        done = launch(*options, f"--output_dir={folder}", processes=processes, script=str(script))
         assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("process group open at exit: False") == processes
         assert done.stdout.count("test accuracy") == 1
         states.append(AutoModelForImageClassification.from_pretrained(folder).state_dict())
     difference = max(float((states[0][n] - states[1][n]).abs().max()) for n in states[0])
