@@ -50,6 +50,8 @@ __all__ = [
     "EpsilonBound",
     "epsilon_bound",
     "compute_epsilon",
+    "group_epsilon",
+    "membership_tpr",
     "calibrate_noise_multiplier",
     "steps_per_epoch",
     "num_steps",
@@ -70,6 +72,10 @@ _LARGEST_OPACUS_ORDER = 1000  # above this the binomial coefficients in Opacus o
 _MAX_PRV_POINTS = 2**21
 _LARGEST_PRV_LOSS = 700.0  # exp of it is still a float64
 _PRV_EPSILON_ERROR = 0.01  # Opacus' default
+
+_SMALLEST_DELTA = 1e-300  # where the search for a group's epsilon begins
+_GROUP_TOLERANCE = 1e-4
+_LARGEST_EXPONENT = 700.0  # exp of it is still a float64
 
 _SIGNIFICANT_DIGITS = 6
 _SMALLEST_NOISE_MULTIPLIER = 2.0**-13
@@ -157,6 +163,83 @@ def compute_epsilon(
     """Returns the epsilon of ``steps`` draws of one mechanism; see :func:`epsilon_bound`."""
     event = SampledGaussian(noise_multiplier, sample_rate, steps)
     return epsilon_bound([event], delta=delta, accountant=accountant).epsilon
+
+
+def group_epsilon(
+    events: Sequence[SampledGaussian], *, group_size: int, delta: float, accountant: str = "rdp"
+) -> float:
+    """Returns the epsilon of a group of units that are added or removed together.
+
+    Events that are (e, d)-private for one unit are (k e, d (1 + exp(e) + ... + exp((k-1) e)))-
+    private for k of them (Vadhan 2017, lemma 2.2, with its sum of deltas kept). Every d has its e;
+    the result belongs to the largest d for which the group's delta is met.
+
+    Args:
+        events: What was released, in any order.
+        group_size: k, the number of units in the group, >= 1.
+        delta: Of the group's guarantee, in (0, 1).
+        accountant: ``"rdp"`` or ``"prv"``.
+
+    Returns:
+        Never less than what the group's guarantee costs; for one unit, what ``epsilon_bound`` says.
+        Infinity where no d above 1e-300 meets ``delta``, and for a draw without noise.
+
+    Raises:
+        ValueError: A value lies outside its range.
+    """
+    if group_size < 1 or group_size != int(group_size):
+        raise ValueError(f"group_size={group_size} must be a whole number >= 1.")
+    if group_size == 1:
+        return epsilon_bound(events, delta=delta, accountant=accountant).epsilon
+    _check_delta(delta)
+    _check_accountant(accountant)
+
+    def log_sum(epsilon: float) -> float:
+        return float(logsumexp(epsilon * np.arange(group_size)))
+
+    each_delta = _SMALLEST_DELTA
+    epsilon = epsilon_bound(events, delta=each_delta).epsilon
+    if math.isinf(epsilon) or math.log(each_delta) + log_sum(epsilon) > math.log(delta):
+        return math.inf
+    # Where d and its e meet delta, so does the larger d that makes e meet it exactly, and its e is
+    # smaller. RDP finds the place; PRV, which resolves no tiny d, improves on it.
+    for name in dict.fromkeys(("rdp", accountant)):
+        gain = math.inf
+        while gain > _GROUP_TOLERANCE * epsilon:
+            larger = math.exp(math.log(delta) - log_sum(epsilon)) * (1 - 1e-9)
+            each_delta = max(each_delta, larger)
+            better = epsilon_bound(events, delta=each_delta, accountant=name).epsilon
+            gain, epsilon = epsilon - better, min(epsilon, better)
+    return group_size * epsilon
+
+
+def membership_tpr(*, epsilon: float, delta: float, fpr: float) -> float:
+    """Returns the largest true-positive rate of any test for one unit's membership.
+
+    Whatever an attacker knows and computes, a test that takes at most a share ``fpr`` of
+    non-members for members finds at most this share of the members (Kairouz, Oh and Viswanath
+    2015, theorem 2.1, both directions of add/remove one).
+
+    Args:
+        epsilon: Of the release, >= 0; infinity bounds nothing.
+        delta: Of the release, in (0, 1).
+        fpr: False-positive rate of the test, in [0, 1].
+
+    Raises:
+        ValueError: A value lies outside its range.
+    """
+    if not epsilon >= 0:
+        raise ValueError(f"epsilon={epsilon} must be >= 0.")
+    _check_delta(delta)
+    if not 0 <= fpr <= 1:
+        raise ValueError(f"fpr={fpr} must be in [0, 1].")
+    if epsilon > _LARGEST_EXPONENT:
+        return 1.0
+    return min(
+        1.0,
+        math.exp(epsilon) * fpr + delta,
+        1 - math.exp(-epsilon) * max(0.0, 1 - delta - fpr),
+    )
 
 
 def calibrate_noise_multiplier(

@@ -9,9 +9,10 @@ and ``"noise"``, one draw.
 
 Guarantees:
     When ``record`` returns, the event is on the disk. A ledger that was changed, or lost a line
-    other than its last ones, does not load. A crash leaves at most one torn line at the end, whose
-    noise never moved weights; it is recognised and dropped. The chain finds accidents and edits; it
-    does not stop somebody who rewrites the whole file.
+    other than its last ones, does not load, and all runs of one protect the same unit under the
+    same adjacency. A crash leaves at most one torn line at the end, whose noise never moved
+    weights; it is recognised and dropped. The chain finds accidents and edits; it does not stop
+    somebody who rewrites the whole file.
 """
 
 import hashlib
@@ -42,9 +43,13 @@ class RunFacts:
         adjacency: The neighbouring relation, such as ``"add_remove_one"``.
         guarantee: False where something voids the guarantee, such as a fixed noise seed.
         num_units: Number of privacy units, taken as public.
+        largest_group: Where a unit is one row although rows share ids: the largest number of rows
+            that share one, taken as public.
+        group_name: What such an id stands for, such as ``"patient"``.
+        max_examples_per_unit: The most rows of a drawn unit that one step uses.
 
     Raises:
-        ValueError: ``delta``, ``accountant`` or ``num_units`` is outside its range.
+        ValueError: A value is outside its range.
     """
 
     delta: float
@@ -53,10 +58,18 @@ class RunFacts:
     adjacency: str
     guarantee: bool
     num_units: int
+    largest_group: int | None = None
+    group_name: str | None = None
+    max_examples_per_unit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_units < 1:
-            raise ValueError(f"num_units={self.num_units} must be >= 1.")
+        for name, count in (
+            ("num_units", self.num_units),
+            ("largest_group", self.largest_group),
+            ("max_examples_per_unit", self.max_examples_per_unit),
+        ):
+            if count is not None and count < 1:
+                raise ValueError(f"{name}={count} must be >= 1.")
         epsilon_bound([], delta=self.delta, accountant=self.accountant)  # checks the other two
 
 
@@ -69,6 +82,7 @@ class PrivacyLedger:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._runs: list[RunFacts] = []
+        self._starts: list[int] = []  # draws before each run
         self._events: list[NoiseEvent] = []
         self._segments: list[SampledGaussian] = []
         self._chain: list[str] = []
@@ -101,7 +115,8 @@ class PrivacyLedger:
             UserWarning: The last line was torn by a crash and is dropped.
 
         Raises:
-            ValueError: A line was changed, removed, inserted, repeated or moved; it is named.
+            ValueError: A line was changed, removed, inserted, repeated or moved; it is named. Or
+                two runs differ in privacy unit or adjacency.
             FileNotFoundError: There is no such file.
         """
         ledger = cls(path)
@@ -123,11 +138,14 @@ class PrivacyLedger:
         """Appends the facts of a start or resume; they hold for :meth:`epsilon` from now on.
 
         Raises:
+            ValueError: An earlier run protects another unit, or under another adjacency; the
+                ledger is as before.
             OSError: The line could not be written; the ledger is as before.
             RuntimeError: Somebody else wrote to the file since this ledger was loaded.
         """
+        self._check_run(facts)
         self._append({"kind": "run", **asdict(facts)})
-        self._runs.append(facts)
+        self._start(facts)
 
     def record(self, event: NoiseEvent) -> None:
         """Puts a noise draw on the disk; to be called before the weights move.
@@ -149,6 +167,12 @@ class PrivacyLedger:
     def runs(self) -> tuple[RunFacts, ...]:
         """Facts of every start and resume, in order."""
         return tuple(self._runs)
+
+    @property
+    def draws_per_run(self) -> tuple[int, ...]:
+        """Number of noise draws of every start and resume, in order."""
+        ends = [*self._starts, len(self)][1:]
+        return tuple(end - start for start, end in zip(self._starts, ends, strict=True))
 
     @property
     def events(self) -> tuple[NoiseEvent, ...]:
@@ -221,6 +245,23 @@ class PrivacyLedger:
             raise ValueError("no run is open in this ledger, so it has neither delta nor epsilon.")
         return self._runs[-1]
 
+    def _check_run(self, facts: RunFacts) -> None:
+        """Draws on different units do not add up to an epsilon of either."""
+        for first in self._runs[:1]:
+            for name, before, now in (
+                ("privacy_unit", first.privacy_unit, facts.privacy_unit),
+                ("adjacency", first.adjacency, facts.adjacency),
+            ):
+                if before != now:
+                    raise ValueError(
+                        f"{name}={now!r} must be {before!r}, as in the earlier runs of "
+                        f"{self.path}; start a new ledger in another output folder."
+                    )
+
+    def _start(self, facts: RunFacts) -> None:
+        self._runs.append(facts)
+        self._starts.append(len(self._events))
+
     def _count(self, event: NoiseEvent, mechanism: SampledGaussian) -> None:
         self._events.append(event)
         last = self._segments[-1] if self._segments else None
@@ -242,10 +283,10 @@ class PrivacyLedger:
                 raise ValueError("it does not continue the chain")
             match content.pop("kind"):
                 case "run":
-                    self._runs.append(RunFacts(**content))
+                    entry: RunFacts | NoiseEvent = RunFacts(**content)
                 case "noise":
-                    event = NoiseEvent(**content)
-                    self._count(event, _mechanism(event))
+                    entry = NoiseEvent(**content)
+                    mechanism = _mechanism(entry)
                 case kind:
                     raise ValueError(f"its kind is {kind!r}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -253,6 +294,11 @@ class PrivacyLedger:
                 f"line {number} of {self.path} is not as it was written ({error}), or a line "
                 "before it is missing; no epsilon can be reported from this ledger."
             ) from error
+        if isinstance(entry, RunFacts):
+            self._check_run(entry)
+            self._start(entry)
+        else:
+            self._count(entry, mechanism)
         self._chain.append(chain)
         self._size += len(line) + 1
 

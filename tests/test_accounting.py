@@ -23,6 +23,8 @@ from hf_dpmuon.accounting import (
     calibrate_noise_multiplier,
     compute_epsilon,
     epsilon_bound,
+    group_epsilon,
+    membership_tpr,
     num_steps,
     steps_per_epoch,
 )
@@ -273,6 +275,115 @@ def test_a_budget_below_reach_is_refused_with_the_smallest_one():
         calibrate(1e-9, 0.5, 1000, delta=1e-12)
 
 
+# Groups
+
+
+def gaussian_delta(mean_shift, epsilon):
+    """Delta of N(0, 1) against N(mean_shift, 1): Balle and Wang 2018, theorem 8."""
+    above = norm.cdf(mean_shift / 2 - epsilon / mean_shift)
+    log_below = epsilon + norm.logcdf(-mean_shift / 2 - epsilon / mean_shift)
+    return above - math.exp(log_below) if log_below < 700 else 0.0
+
+
+def exact_gaussian_epsilon(mean_shift, delta):
+    if gaussian_delta(mean_shift, 0.0) <= delta:
+        return 0.0
+    return brentq(lambda e: gaussian_delta(mean_shift, e) - delta, 0.0, 600.0)
+
+
+@few
+@given(
+    st.floats(2, 200), st.integers(2, 40), st.floats(1e-9, 1e-2), st.sampled_from(["rdp", "prv"])
+)
+def test_a_groups_bound_holds_for_the_plain_gaussian_of_k_times_the_shift(
+    sigma, size, delta, accountant
+):
+    bound = group_epsilon(
+        [SampledGaussian(sigma, 1.0)], group_size=size, delta=delta, accountant=accountant
+    )
+    assert bound >= exact_gaussian_epsilon(size / sigma, delta) * (1 - 1e-6)
+    assert bound > 0
+
+
+@settings(few, max_examples=8)
+@given(st.floats(0.6, 10), st.floats(1e-3, 1), st.integers(1, 500), st.sampled_from(["rdp", "prv"]))
+def test_a_groups_bound_grows_with_the_group_from_that_of_one(sigma, q, steps, accountant):
+    events = [SampledGaussian(sigma, q, steps)]
+    bounds = [
+        group_epsilon(events, group_size=k, delta=DELTA, accountant=accountant)
+        for k in (1, 2, 3, 5, 9)
+    ]
+    assert bounds[0] == epsilon_bound(events, delta=DELTA, accountant=accountant).epsilon
+    assert all(a <= b for a, b in itertools.pairwise(bounds))
+    assert all(b >= k * bounds[0] for b, k in zip(bounds, (1, 2, 3, 5, 9), strict=True))
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize(("size", "delta"), [(2, 1e-5), (6, 1e-5), (20, 1e-3)])
+def test_a_groups_bound_is_the_best_of_all_deltas_per_unit(size, delta, accountant):
+    events = [SampledGaussian(2.0, 0.02, 400)]
+
+    def groups(each_delta):
+        e = epsilon_bound(events, delta=each_delta, accountant=accountant).epsilon
+        return size * e, each_delta * sum(math.exp(i * e) for i in range(size))
+
+    candidates = [groups(10.0**exponent) for exponent in np.arange(-40, 0, 0.25)]
+    best = min(e for e, group_delta in candidates if group_delta <= delta)
+    bound = group_epsilon(events, group_size=size, delta=delta, accountant=accountant)
+    assert 0.9 * best <= bound <= best * (1 + 1e-3)
+
+
+def test_a_group_beyond_the_accountants_reach_is_said_to_be_unbounded():
+    strong = [SampledGaussian(1.0, 1.0, 4)]
+    assert group_epsilon(strong, group_size=1000, delta=DELTA) == math.inf
+    assert group_epsilon([SampledGaussian(0.0, 0.1)], group_size=2, delta=DELTA) == math.inf
+    assert group_epsilon([], group_size=10, delta=DELTA) == 0
+
+
+# Membership
+
+
+@few
+@given(
+    st.floats(0.05, 8), st.floats(1e-9, 0.3), st.floats(1e-6, 1), st.sampled_from(["rdp", "prv"])
+)
+def test_no_test_on_a_gaussian_beats_the_bound(mean_shift, delta, fpr, accountant):
+    """The best test of N(0, 1) against N(mean_shift, 1) is known (Neyman and Pearson)."""
+    best = norm.cdf(norm.ppf(fpr) + mean_shift)
+    e = epsilon(1 / mean_shift, 1.0, 1, delta=delta, accountant=accountant)
+    assert best <= membership_tpr(epsilon=e, delta=delta, fpr=fpr) + 1e-9
+
+
+@few
+@given(st.floats(0.05, 5), st.floats(0.001, 0.999))
+def test_the_bound_over_all_deltas_is_the_gaussian_trade_off(mean_shift, fpr):
+    """A differentially private trade-off is the envelope of its (epsilon, delta) pairs."""
+    pairs = [(e, gaussian_delta(mean_shift, e)) for e in np.linspace(0, 40, 801)]
+    bound = min(membership_tpr(epsilon=e, delta=d, fpr=fpr) for e, d in pairs if 0 < d < 1)
+    assert bound == pytest.approx(norm.cdf(norm.ppf(fpr) + mean_shift), abs=1e-3)
+
+
+@few
+@given(st.floats(0, 1000), st.floats(1e-12, 0.5), st.floats(0, 1), st.floats(0, 1))
+def test_the_membership_bound_is_monotone_and_above_guessing(e, delta, fpr, other):
+    def bound(**change):
+        return membership_tpr(**({"epsilon": e, "delta": delta, "fpr": fpr} | change))
+
+    assert fpr <= bound() <= 1
+    assert bound() <= bound(epsilon=e + other)
+    assert bound() <= bound(fpr=max(fpr, other))
+    assert bound() <= bound(delta=max(delta, other / 2))
+
+
+def test_membership_bounds_known_by_hand():
+    assert membership_tpr(epsilon=0, delta=1e-3, fpr=0.01) == pytest.approx(0.011)
+    assert membership_tpr(epsilon=1, delta=1e-5, fpr=0.01) == pytest.approx(0.01 * math.e + 1e-5)
+    assert membership_tpr(epsilon=8, delta=1e-5, fpr=0.01) == pytest.approx(
+        1 - math.exp(-8) * 0.98999
+    )
+    assert membership_tpr(epsilon=math.inf, delta=1e-5, fpr=0.01) == 1
+
+
 # Steps
 
 
@@ -342,3 +453,31 @@ def test_values_outside_their_range_are_named(change, message):
 def test_calibration_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         calibrate(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epsilon": -0.1}, "epsilon=-0.1 must be >= 0"),
+        ({"epsilon": math.nan}, "epsilon=nan must be >= 0"),
+        ({"delta": 0.0}, r"delta=0.0 must be in \(0, 1\)"),
+        ({"fpr": 1.1}, r"fpr=1.1 must be in \[0, 1\]"),
+    ],
+)
+def test_a_membership_bound_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        membership_tpr(**({"epsilon": 1.0, "delta": DELTA, "fpr": 0.01} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"group_size": 0}, "group_size=0 must be a whole number >= 1"),
+        ({"group_size": 2.5}, "group_size=2.5"),
+        ({"delta": 2.0}, "delta=2.0"),
+        ({"accountant": "gdp"}, "accountant='gdp'"),
+    ],
+)
+def test_a_group_bound_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        group_epsilon([], **({"group_size": 2, "delta": DELTA} | change))

@@ -1,13 +1,14 @@
 """Laws of the ledger: nothing is forgotten, nothing is altered, nothing is counted twice."""
 
 import errno
+import hashlib
 import itertools
 import json
 import os
 import stat
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -227,6 +228,65 @@ def test_a_record_rewritten_with_more_noise_is_refused(path):
         PrivacyLedger.load(path)
 
 
+# Runs
+
+
+def test_runs_know_how_many_draws_they_made(path):
+    assert PrivacyLedger.create(path).draws_per_run == ()
+    ledger = write(path, [event(1), event(2)])
+    ledger.open_run(FACTS)
+    assert ledger.draws_per_run == (2, 0)
+    ledger.record(event(3))
+    assert ledger.draws_per_run == PrivacyLedger.load(path).draws_per_run == (2, 1)
+
+
+def by_hand(path, runs):
+    """A ledger whose chain is right, whatever its runs say; as another version might write it."""
+    chain, lines = "0" * 64, []
+    for facts in runs:
+        content = {"kind": "run", **facts}
+        body = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        chain = hashlib.sha256((chain + body).encode()).hexdigest()
+        lines.append(
+            json.dumps({**content, "chain": chain}, sort_keys=True, separators=(",", ":")) + "\n"
+        )
+    path.write_text("".join(lines))
+
+
+OPTIONAL = ("largest_group", "group_name", "max_examples_per_unit")
+
+
+def test_a_ledger_from_before_groups_were_recorded_loads_and_goes_on(path):
+    old = {name: value for name, value in asdict(FACTS).items() if name not in OPTIONAL}
+    by_hand(path, [old])
+    ledger = PrivacyLedger.load(path)
+    assert ledger.runs == (FACTS,)
+    ledger.open_run(replace(FACTS, largest_group=12, group_name="patient"))
+    assert same(PrivacyLedger.load(path), ledger)
+    assert ledger.runs[-1].largest_group == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"privacy_unit": "patient"}, "privacy_unit='patient' must be 'image'"),
+        ({"adjacency": "replace_one"}, "adjacency='replace_one' must be 'add_remove_one'"),
+    ],
+)
+def test_draws_on_different_units_are_not_added_up(path, change, message):
+    ledger = write(path, [event(1)])
+    content = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        ledger.open_run(replace(FACTS, **change))
+    assert path.read_bytes() == content
+    assert same(PrivacyLedger.load(path), ledger)
+    by_hand(path, [asdict(FACTS), asdict(FACTS)])
+    assert len(PrivacyLedger.load(path).runs) == 2
+    by_hand(path, [asdict(FACTS), asdict(FACTS) | change])
+    with pytest.raises(ValueError, match=message):
+        PrivacyLedger.load(path)
+
+
 # Crashes
 
 
@@ -338,6 +398,8 @@ def test_a_copy_that_fails_leaves_the_old_one(path, tmp_path, monkeypatch):
         ({"delta": 0.0}, "delta=0.0"),
         ({"accountant": "gdp"}, "accountant='gdp'"),
         ({"num_units": 0}, "num_units=0"),
+        ({"largest_group": 0}, "largest_group=0 must be >= 1"),
+        ({"max_examples_per_unit": 0}, "max_examples_per_unit=0 must be >= 1"),
     ],
 )
 def test_facts_outside_their_range_are_named(change, message):
