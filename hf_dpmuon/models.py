@@ -16,7 +16,7 @@ Guarantees:
 import copy
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -65,6 +65,7 @@ class LoadedModel:
         library: Where the model comes from, and how it is saved.
         label_names: Class names by output.
         notes: What was changed on loading, for the user.
+        multi_label: Whether an image may have several labels or none, each with its own logit.
     """
 
     model: nn.Module
@@ -73,12 +74,14 @@ class LoadedModel:
     library: Literal["transformers", "timm", "hf_dpmuon"]
     label_names: tuple[str, ...]
     notes: tuple[str, ...]
+    multi_label: bool = False
 
 
 def load_model(
     name_or_path: str,
     *,
     label_names: tuple[str, ...],
+    multi_label: bool = False,
     image_size: int | None = None,
     revision: str | None = None,
 ) -> LoadedModel:
@@ -97,7 +100,8 @@ def load_model(
               with group norms, for images of about 32 pixels), or `builtin:nf-resnet-50` (timm's,
               without norms, for images of about 224 pixels): random weights, to be trained from
               scratch.
-        label_names: Class names by label.
+        label_names: Class names by label; at least two, or one where `multi_label`.
+        multi_label: Whether each label is a question of its own, answered by a sigmoid.
         image_size: Side of the square images; by default that of the model's own processor. The
             position table is resized once, at load. A network from scratch takes any size.
         revision: Branch, tag or commit of a Hub repository of HF.
@@ -106,23 +110,17 @@ def load_model(
         ValueError: The model cannot be found, is no image classifier, lacks pretrained weights
             outside its head, or cannot take images of this size.
     """
-    if len(label_names) < 2 or len(set(label_names)) != len(label_names):
-        raise ValueError(f"label_names={label_names!r} must be two or more different names.")
+    if len(label_names) < (1 if multi_label else 2) or len(set(label_names)) != len(label_names):
+        fewest = "one" if multi_label else "two"
+        raise ValueError(f"label_names={label_names!r} must be {fewest} or more different names.")
     if image_size is not None and image_size < 1:
         raise ValueError(f"image_size={image_size} must be at least 1.")
-    if name_or_path in SIZES_FROM_SCRATCH:
-        return _from_scratch(name_or_path, label_names, image_size)
-    if name_or_path.startswith("builtin:"):
-        if name_or_path not in BUILTIN_MODELS:
-            known = ", ".join([*BUILTIN_MODELS, *SIZES_FROM_SCRATCH])
-            raise ValueError(f"{name_or_path!r} is unknown; use {known}.")
-        name_or_path = str(BUILTIN_MODELS[name_or_path])
-    config = _stored_config(name_or_path)
-    if "residual_network" in config:
-        return _load_residual_network(name_or_path, config, label_names, image_size)
-    if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
-        return _load_timm(name_or_path, label_names, image_size)
-    return _load_transformers(name_or_path, label_names, image_size, revision)
+    loaded = _load(name_or_path, label_names, image_size, revision)
+    if isinstance(loaded.model, PreTrainedModel):  # what `pipeline` goes by
+        loaded.model.config.problem_type = (
+            "multi_label_classification" if multi_label else "single_label_classification"
+        )
+    return replace(loaded, multi_label=multi_label)
 
 
 def save_model(loaded: LoadedModel, folder: str | Path) -> None:
@@ -162,6 +160,24 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
 
 
 # Loading
+
+
+def _load(
+    name_or_path: str, label_names: tuple[str, ...], image_size: int | None, revision: str | None
+) -> LoadedModel:
+    if name_or_path in SIZES_FROM_SCRATCH:
+        return _from_scratch(name_or_path, label_names, image_size)
+    if name_or_path.startswith("builtin:"):
+        if name_or_path not in BUILTIN_MODELS:
+            known = ", ".join([*BUILTIN_MODELS, *SIZES_FROM_SCRATCH])
+            raise ValueError(f"{name_or_path!r} is unknown; use {known}.")
+        name_or_path = str(BUILTIN_MODELS[name_or_path])
+    config = _stored_config(name_or_path)
+    if "residual_network" in config:
+        return _load_residual_network(name_or_path, config, label_names, image_size)
+    if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
+        return _load_timm(name_or_path, label_names, image_size)
+    return _load_transformers(name_or_path, label_names, image_size, revision)
 
 
 def _stored_config(name_or_path: str) -> dict[str, Any]:

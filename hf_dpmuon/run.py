@@ -306,6 +306,12 @@ class PrivateRun:
             )
         self._check_settings(checkpoint, state["settings"])
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
+        unit = at_checkpoint.runs[-1].privacy_unit
+        if unit != self._facts.privacy_unit:
+            raise ValueError(
+                f"checkpoint {checkpoint} protects each {unit} and this run would protect each "
+                f"{self._facts.privacy_unit}; resume with the same privacy_unit_column."
+            )
         if checkpoint.resolve().parent != self.folder.resolve():
             self.ledger = self._adopt(at_checkpoint)
             return _Restored(generator_state(secret_generator()), secrets.token_bytes(32), {})

@@ -59,7 +59,7 @@ from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
 from hf_dpmuon.optim import KnownNoise, create_optimizer, routing_table
 from hf_dpmuon.run import PrivacyPlan, PrivateRun, write_json
-from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
+from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
 
 __all__ = ["DPTrainer", "compute_accuracy"]
 
@@ -203,14 +203,18 @@ class DPTrainer(Trainer):
         model: What ``load_model`` returned (Hugging Face or timm), or a ``PreTrainedModel``; it
             stays plain, without wrapper or prefix.
         args: Checked arguments.
-        train_dataset: The private examples, map-style; each row is one privacy unit. Rows are
-            dicts with ``pixel_values`` and ``labels``.
+        train_dataset: The private examples, map-style. Rows are dicts with ``pixel_values`` and
+            ``labels``; several labels of one row are floats, NaN where one is missing.
         eval_dataset: Examples for evaluation; not covered by the guarantee.
         data_collator: Collates rows without mixing them; only images and labels reach the model.
         processing_class: The image processor to save beside the model.
         compute_metrics: Evaluation metrics.
         callbacks: Further callbacks.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
+        units: Which rows belong to each privacy unit, a patient say; each row is one if None.
+        max_examples_per_unit: Most rows of a drawn unit in one step, drawn anew in each.
+        class_weights: Public weights of the classes in the loss; of the positive examples of each
+            label where there are several.
         base_model: Name of the pretrained model, for the card; paths are left out.
         dataset_name: Name of the data set, for the card; paths are left out.
 
@@ -219,7 +223,8 @@ class DPTrainer(Trainer):
 
     Guarantees:
         (epsilon, delta)-differential privacy of everything that leaves ``training_step``, for
-        adding or removing one row of ``train_dataset``, with epsilon as the ledger composes it.
+        adding or removing one privacy unit (all its rows) of ``train_dataset``, with epsilon as
+        the ledger composes it.
     """
 
     args: DPTrainingArguments
@@ -238,6 +243,9 @@ class DPTrainer(Trainer):
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = compute_accuracy,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        units: PrivacyUnits | None = None,
+        max_examples_per_unit: int = 8,
+        class_weights: Sequence[float] | None = None,
         base_model: str | None = None,
         dataset_name: str | None = None,
     ) -> None:
@@ -269,7 +277,19 @@ class DPTrainer(Trainer):
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
         validate_model(module)
-        self.run = PrivateRun(args, num_units=len(train_dataset), privacy_unit="example")
+        _check_units(units, max_examples_per_unit, num_rows=len(train_dataset), args=args)
+        self.units = units
+        self.max_examples_per_unit = max_examples_per_unit
+        self.multi_label = (
+            model.multi_label
+            if isinstance(model, LoadedModel)
+            else model.config.problem_type == "multi_label_classification"
+        )
+        self.run = PrivateRun(
+            args,
+            num_units=len(train_dataset) if units is None else len(units),
+            privacy_unit="image" if units is None else units.name,
+        )
         self.base_model = _public_name(base_model)
         self.dataset_name = _public_name(dataset_name)
         self.eval_metrics: dict[str, float] = {}
@@ -306,6 +326,7 @@ class DPTrainer(Trainer):
                 "torch.set_float32_matmul_precision('highest')."
             )
         self.label_names = ["labels"]
+        self._class_weights = self._checked_class_weights(class_weights)
         self._filtered = [p for p in self.model.parameters() if p.requires_grad]
         self._filter = args.build_filter(self._filtered)
         if self.optimizer is not None:
@@ -347,6 +368,8 @@ class DPTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             num_batches=steps_per_epoch(self.plan.sample_rate),
+            rows_of_unit=None if self.units is None else self.units.rows_of_unit,
+            max_rows_per_unit=self.max_examples_per_unit,
             augmentations=self.args.augmentation_multiplicity,
             rank=self.args.process_index,
             world_size=self.args.world_size,
@@ -419,6 +442,22 @@ class DPTrainer(Trainer):
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             scheduler.step()
         return scheduler
+
+    def _checked_class_weights(self, weights: Sequence[float] | None) -> Tensor | None:
+        if self.multi_label and self.args.label_smoothing_factor != 0:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} is for one label per "
+                "image; leave it 0."
+            )
+        if weights is None:
+            return None
+        count = len(self._label_names())
+        if len(weights) != count or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(
+                f"class_weights={list(weights)} must be {count} finite numbers > 0, one for each "
+                "class in the order of the class names."
+            )
+        return torch.tensor(weights, dtype=torch.float32)
 
     @property
     def _known_noise(self) -> KnownNoise:
@@ -556,16 +595,29 @@ class DPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Mean cross-entropy over the rows of a physical batch.
+        """Mean over the rows of a physical batch of cross-entropy, weighted by class if asked for.
+
+        Where an image may have several labels, the row's loss is the mean of the binary
+        cross-entropies of the labels that it has, and zero if it has none.
 
         A subclass may return another loss, if it is a mean over rows in which no row's term
         depends on another row; that is checked before training starts.
         """
         outputs = model(inputs["pixel_values"])
         logits = (outputs if isinstance(outputs, Tensor) else outputs.logits).float()
-        loss = F.cross_entropy(
-            logits, inputs["labels"], label_smoothing=self.args.label_smoothing_factor
-        )
+        labels = inputs["labels"]
+        weights = self._class_weights
+        if weights is not None:
+            weights = weights.to(logits.device)
+        if self.multi_label:
+            losses = _masked_binary_cross_entropy(logits, labels, positive_weights=weights)
+        else:
+            losses = F.cross_entropy(
+                logits, labels, reduction="none", label_smoothing=self.args.label_smoothing_factor
+            )
+            if weights is not None:  # torch's weighted mean would couple the rows of a batch
+                losses = losses * weights[labels]
+        loss = losses.mean()
         return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> ExitStack:
@@ -870,6 +922,46 @@ class DPTrainer(Trainer):
             "push_to_hub is not supported yet; upload the files of output_dir that save_model "
             "wrote, and no checkpoint, after reading the card."
         )
+
+
+def _check_units(
+    units: PrivacyUnits | None,
+    max_examples_per_unit: int,
+    *,
+    num_rows: int,
+    args: DPTrainingArguments,
+) -> None:
+    """Refuse units that are not a partition of the rows, or too large for a physical batch."""
+    if max_examples_per_unit < 1:
+        raise ValueError(f"max_examples_per_unit={max_examples_per_unit} must be >= 1.")
+    rows_at_once = args.augmentation_multiplicity
+    if units is not None:
+        if units.num_rows != num_rows:
+            raise ValueError(
+                f"units has {units.num_rows} rows and train_dataset {num_rows}; make the units "
+                "from the ids of just the rows that are trained on."
+            )
+        rows_at_once *= min(units.largest, max_examples_per_unit)
+    if rows_at_once > args.per_device_train_batch_size:
+        raise ValueError(
+            f"per_device_train_batch_size={args.per_device_train_batch_size} is below the "
+            f"{rows_at_once} rows of one privacy unit, which must be in memory together; raise it, "
+            "or lower max_examples_per_unit or augmentation_multiplicity."
+        )
+
+
+def _masked_binary_cross_entropy(
+    logits: Tensor, labels: Tensor, *, positive_weights: Tensor | None
+) -> Tensor:
+    """For each row the mean over the labels that are not NaN, 0 where all are: (B, K) to (B,)."""
+    is_known = ~labels.isnan()
+    losses = F.binary_cross_entropy_with_logits(
+        logits,
+        labels.nan_to_num(0.0),  # NaN would spread through the gradient of a masked entry
+        pos_weight=positive_weights,
+        reduction="none",
+    )
+    return (losses * is_known).sum(-1) / is_known.sum(-1).clamp(min=1)
 
 
 class RowWise:

@@ -519,3 +519,21 @@ def test_layers_that_the_tiny_models_lack() -> None:
 def test_importing_the_module_imports_neither_timm_nor_datasets() -> None:
     code = "import sys, hf_dpmuon.models; sys.exit(bool({'timm', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("multi_label", [True, False])
+def test_a_model_knows_whether_an_image_may_have_several_labels(tmp_path, multi_label):
+    """By its configuration, so that `pipeline` applies a sigmoid or a softmax."""
+    loaded = load_model(
+        "builtin:tiny-vit", label_names=("edema", "nodule"), multi_label=multi_label
+    )
+    assert loaded.multi_label == multi_label
+    save_model(loaded, tmp_path)
+    again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    kind = "multi_label_classification" if multi_label else "single_label_classification"
+    assert again.config.problem_type == kind
+
+
+def test_one_label_is_enough_where_an_image_may_have_several():
+    loaded = load_model("builtin:tiny-vit", label_names=("nodule",), multi_label=True)
+    assert logits(loaded.model, images(28, channels=1)).shape[1] == 1
