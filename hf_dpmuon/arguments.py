@@ -74,8 +74,13 @@ class DataArguments:
         dataset_revision: Branch, tag or commit on the Hub.
         train_split: The private split.
         eval_split: Split for evaluation; not covered by the guarantee.
+        eval_fraction: Share of the train split's units to hold out instead.
         image_column: Column of images; found when there is only one.
         label_column: Column of labels; found when there is only one.
+        label_columns: Columns of 0, 1 or blank, for several labels per image.
+        privacy_unit_column: Column of ids, such as a patient's, whose rows are protected together.
+        max_examples_per_unit: Most images of a drawn unit that a step uses.
+        dicom_window: Center and width of the grey levels of DICOM files.
         on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
         random_flip: Horizontal flips in training.
         random_crop: Padded random crops in training.
@@ -96,11 +101,31 @@ class DataArguments:
         default=None,
         metadata={"help": "Split for evaluation, not covered by the guarantee (found if unset)."},
     )
+    eval_fraction: float | None = field(
+        default=None,
+        metadata={"help": "Share of the train split's units to hold out, if no split is named."},
+    )
     image_column: str | None = field(
         default=None, metadata={"help": "Column of images (found if there is only one)."}
     )
     label_column: str | None = field(
         default=None, metadata={"help": "Column of labels (found if there is only one)."}
+    )
+    label_columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Instead, several columns of 0, 1 or blank: several labels per image."},
+    )
+    privacy_unit_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of ids (patient, lesion): an id's images are protected as one."},
+    )
+    max_examples_per_unit: int = field(
+        default=8,
+        metadata={"help": "Most images of a drawn unit used in a step, drawn anew each step."},
+    )
+    dicom_window: list[float] | None = field(
+        default=None,
+        metadata={"help": "Center and width of DICOM grey levels (each file's own if unset)."},
     )
     on_corrupt: str = field(
         default="refuse",
@@ -117,6 +142,26 @@ class DataArguments:
         """Check the values that can be checked without the data."""
         if self.on_corrupt not in ("refuse", "drop"):
             raise ValueError(f"on_corrupt={self.on_corrupt!r} must be 'refuse' or 'drop'.")
+        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction={self.eval_fraction} must be in (0, 1).")
+        if self.eval_fraction is not None and self.eval_split is not None:
+            raise ValueError(
+                f"eval_fraction={self.eval_fraction} and eval_split={self.eval_split!r} are both "
+                "set; set one of them."
+            )
+        if self.label_column is not None and self.label_columns is not None:
+            raise ValueError(
+                f"label_column={self.label_column!r} and label_columns={self.label_columns} are "
+                "both set; set one of them."
+            )
+        if self.max_examples_per_unit < 1:
+            raise ValueError(f"max_examples_per_unit={self.max_examples_per_unit} must be >= 1.")
+        if self.dicom_window is not None and not (
+            len(self.dicom_window) == 2 and self.dicom_window[1] > 0
+        ):
+            raise ValueError(
+                f"dicom_window={self.dicom_window} must be two numbers, a center and a width > 0."
+            )
 
 
 @dataclass

@@ -71,7 +71,7 @@ def test_class_folders_become_labels(tmp_path: Path) -> None:
     assert splits.train["label"][:] == [0, 0, 0, 1, 1]
     assert splits.evaluation is not None
     assert splits.evaluation["label"][:] == [0, 1]
-    assert splits.notes == ("evaluating on the split 'test'",)
+    assert splits.notes[0] == "evaluating on the split 'test'"
 
 
 def test_folder_with_metadata_names_its_labels_there(tmp_path: Path) -> None:
@@ -122,8 +122,9 @@ def test_digits_are_split_once_and_for_all() -> None:
     assert pixels.max() == 255
 
 
-def test_a_data_set_that_is_nowhere_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="no local path and was not found on the Hub") as caught:
+def test_a_data_set_that_is_nowhere_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="no local path and the Hub cannot be reached") as caught:
         load_image_dataset("nobody/nothing")
     assert "\n" not in str(caught.value)
 
@@ -134,7 +135,10 @@ def test_a_data_set_that_is_nowhere_is_one_sentence() -> None:
         ({"train_split": "training"}, "split 'training' is missing; choose from train"),
         ({"eval_split": "val"}, "split 'val' is missing"),
         ({"eval_split": "train"}, "is also the train split"),
-        ({"image_column": "scan"}, "image_column='scan' is missing; choose from 'image', 'label'"),
+        (
+            {"image_column": "scan"},
+            "image_column='scan' is missing .*; choose from 'image', 'label'",
+        ),
         ({"label_column": "class"}, "label_column='class' is missing"),
         ({"label_column": "image"}, "one class per row"),
         ({"on_corrupt": "ignore"}, "use 'refuse' or 'drop'"),
@@ -208,13 +212,6 @@ def test_bad_labels_are_counted_and_located(
         load_image_dataset(str(folder))
 
 
-def test_lists_of_labels_are_refused(tmp_path: Path) -> None:
-    feature = datasets.List(datasets.Value("int64"))
-    folder = parquet(tmp_path / "x", train=table([[0], [1, 2]], feature))
-    with pytest.raises(ValueError, match="one class per row"):
-        load_image_dataset(str(folder))
-
-
 def test_a_class_only_in_evaluation_is_kept_and_noted(tmp_path: Path) -> None:
     folder = parquet(tmp_path / "x", train=table(["a", "c", "a"]), test=table(["c", "b"]))
     splits = load_image_dataset(str(folder))
@@ -244,7 +241,7 @@ def test_one_class_or_no_row_is_refused(tmp_path: Path) -> None:
         load_image_dataset(str(parquet(tmp_path / "one", train=table([1, 1], CLASSES))))
     empty = table([0, 1], CLASSES).select([])
     folder = parquet(tmp_path / "none", train=table([0, 1], CLASSES), test=empty)
-    with pytest.raises(ValueError, match=r"split 'test' has no rows|no data"):
+    with pytest.raises(ValueError, match="has a split without rows"):
         load_image_dataset(str(folder))
 
 
@@ -291,12 +288,14 @@ def test_an_image_that_vanishes_later_is_named_not_replaced(tmp_path: Path) -> N
 def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
     class_folders(tmp_path, {"cat": 1, "dog": 1})
     for i in range(3):
-        (tmp_path / "cat" / f"{i}.dcm").write_bytes(b"DICM")
+        (tmp_path / "cat" / f"{i}.pdf").write_bytes(b"PDF")
+    (tmp_path / "cat" / "scan.doe_john").write_bytes(b"x")
     splits = load_image_dataset(str(tmp_path))
-    assert any("3 files" in note and "3 .dcm" in note for note in splits.notes)
+    assert any("4 files" in note and "(3 .pdf, 1 other)" in note for note in splits.notes)
+    assert "john" not in str(splits.notes)
     (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "a.dcm").write_bytes(b"DICM")
-    with pytest.raises(ValueError, match="cannot be read as images with labels"):
+    (tmp_path / "only" / "a.pdf").write_bytes(b"PDF")
+    with pytest.raises(ValueError, match="no column looks like the images"):
         load_image_dataset(str(tmp_path / "only"))
 
 

@@ -1,0 +1,37 @@
+"""A Hub or local image data set becomes checked, model-ready examples.
+
+Receives the name of a data set and the `ImageFormat` that a model wants. Returns the rows of each
+split, their labels and privacy units, and the tensors of single examples and batches.
+
+    sources   where tables come from: the Hub, folders, CSV, parquet, tars
+    columns   finding and reading a column
+    labels    one class, or several labels, per row
+    units     whose rows they are
+    dicom     DICOM files as images
+    images    images as tensors
+    loading   all of the above, checked
+    examples  rows as tensors
+
+Guarantees:
+    * Every row of a returned split was decoded once and has a legal label, so the number of rows
+      is fixed before any sampling rate is computed from it. No row is ever replaced by another.
+    * Only pixels and labels reach a batch. No id of a patient is in a note or a refusal.
+
+`ImageSplits.notes` counts rows of private data. It is for the local console, not for a model card.
+"""
+
+from hf_dpmuon.data.examples import ImageExamples, collate
+from hf_dpmuon.data.images import ImageFormat, build_transforms
+from hf_dpmuon.data.loading import ImageSplits, load_image_dataset
+from hf_dpmuon.data.units import RepeatedUnit, unit_name
+
+__all__ = [
+    "ImageFormat",
+    "ImageSplits",
+    "RepeatedUnit",
+    "load_image_dataset",
+    "unit_name",
+    "build_transforms",
+    "ImageExamples",
+    "collate",
+]

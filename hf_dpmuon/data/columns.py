@@ -1,0 +1,92 @@
+"""Columns of a table are found, and read without decoding any other.
+
+Receives rows as `datasets` holds them. Returns stored values and names of columns.
+
+Guarantees:
+    A message names columns, row numbers and counts, never a value: values may be patient ids.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = [
+    "column_values",
+    "find_image_column",
+    "first_rows",
+    "only",
+    "quoted",
+    "require_column",
+]
+
+ROWS_SHOWN = 5  # row numbers that a message names
+
+
+def column_values(split: "datasets.Dataset", name: str) -> list[Any]:
+    """Return the stored values of a column, without decoding any other."""
+    values: list[Any] = split.select_columns([name]).with_format("arrow")[:][name].to_pylist()
+    return values
+
+
+def first_rows(rows: Iterable[int]) -> str:
+    """Return the first few row numbers, for a message."""
+    return ", ".join(map(str, sorted(rows)[:ROWS_SHOWN]))
+
+
+def quoted(names: Iterable[str]) -> str:
+    """Return names as a list that can be copied."""
+    return ", ".join(map(repr, names))
+
+
+def require_column(splits: "dict[str, datasets.Dataset]", name: str, *, argument: str) -> None:
+    """Refuse a column that a split lacks.
+
+    Raises:
+        ValueError: A split has no such column.
+    """
+    for split_name, split in splits.items():
+        if name not in split.column_names:
+            raise ValueError(
+                f"{argument}={name!r} is missing from the split {split_name!r}; choose from "
+                f"{quoted(split.column_names)}, and give all splits the same columns."
+            )
+
+
+def only(candidates: list[str], *, kind: str, columns: list[str]) -> str:
+    """Return the one candidate.
+
+    Raises:
+        ValueError: There is none, or more than one.
+    """
+    if len(candidates) != 1:
+        found = f"{len(candidates)} columns look like" if candidates else "no column looks like"
+        raise ValueError(f"{found} the {kind}s; set {kind}_column to one of {quoted(columns)}.")
+    return candidates[0]
+
+
+def find_image_column(splits: "dict[str, datasets.Dataset]", name: str | None) -> str:
+    """Return the name of the column of images: the given one, or the only one of its type.
+
+    Args:
+        splits: The split to train on first.
+        name: As the user gave it.
+
+    Raises:
+        ValueError: The column is missing, or more than one may be meant.
+    """
+    import datasets
+
+    train = next(iter(splits.values()))
+    if name is None:
+        candidates = [
+            column
+            for column, feature in train.features.items()
+            if isinstance(feature, datasets.Image)
+            # the same feature, written by a library that does not know it
+            or (isinstance(feature, dict) and set(feature) == {"bytes", "path"})
+        ]
+        name = only(candidates, kind="image", columns=train.column_names)
+    require_column(splits, name, argument="image_column")
+    return name

@@ -1,0 +1,347 @@
+"""Columns of labels become ids into one list of names, or one 0, 1 or NaN per name.
+
+Receives the splits and which column, or columns, hold the labels. Returns the splits with one
+column of labels, and the names.
+
+Guarantees:
+    * A row of one class has a label in `range(len(names))`; a row of several labels has
+      `len(names)` numbers, each 0, 1 or NaN, where NaN says that nobody knows.
+    * A label that is none of these is refused by its row number and never quoted.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_dpmuon.data.columns import column_values, first_rows, only, quoted, require_column
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["Labels", "encode_labels", "label_notes"]
+
+LABEL_COLUMNS = ("label", "labels", "cls")  # "cls" is what WebDataset calls it
+MULTI_LABEL_COLUMN = "labels"  # where several columns are put together
+WORDS = {"": math.nan, "true": 1.0, "false": 0.0}
+UNCERTAIN = -1  # CheXpert's mark
+
+Splits = dict[str, "datasets.Dataset"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What the labels are.
+
+    Attributes:
+        column: Name of the one column that holds them.
+        names: Class names by id, or label names by position.
+        multi_label: Whether a row holds one number per name.
+        notes: What a user should know, for the local console only.
+    """
+
+    column: str
+    names: tuple[str, ...]
+    multi_label: bool
+    notes: tuple[str, ...] = ()
+
+
+def encode_labels(
+    splits: Splits,
+    *,
+    label_column: str | None,
+    label_columns: Sequence[str] | None,
+    image_column: str,
+) -> tuple[Splits, Labels]:
+    """Replace the labels of every split by numbers.
+
+    Args:
+        splits: The split to train on first.
+        label_column: One class per row as a `ClassLabel`, an int or a string; a list of 0 and 1
+            per row; or a list of `ClassLabel`. Found when it is not named.
+        label_columns: Several columns of 0 and 1.
+        image_column: Name of the column of images.
+
+    Raises:
+        ValueError: A column is missing or ambiguous, or a label is missing or out of range.
+    """
+    import datasets
+
+    if label_columns is not None:
+        if label_column is not None:
+            raise ValueError(
+                f"label_column={label_column!r} and label_columns={quoted(label_columns)} are both "
+                "set; name one column of labels, or several columns of 0 and 1."
+            )
+        if not label_columns or len(set(label_columns)) < len(label_columns):
+            raise ValueError(
+                f"label_columns=[{quoted(label_columns)}] must name one or more columns, each once."
+            )
+        for column in label_columns:
+            require_column(splits, column, argument="label_columns")
+        return _join_columns(splits, tuple(label_columns))
+
+    train = next(iter(splits.values()))
+    column = label_column or _find_label_column(train, image_column)
+    require_column(splits, column, argument="label_column")
+    feature = train.features[column]
+    if not isinstance(feature, (datasets.List, datasets.LargeList)):
+        return _number_classes(splits, column)
+    if isinstance(feature.feature, datasets.ClassLabel):
+        return _mark_classes(splits, column, tuple(feature.feature.names))
+    return _read_lists(splits, column)
+
+
+def label_notes(labels: Labels, train: "datasets.Dataset", present: set[int]) -> list[str]:
+    """Return what is odd about the labels of the rows to train on.
+
+    Args:
+        labels: What they are.
+        train: Rows to train on.
+        present: Ids of the classes of all splits, for one class per row.
+
+    Raises:
+        ValueError: One class only.
+    """
+    values = column_values(train, labels.column)
+    if not labels.multi_label:
+        trained = set(values)
+        if len(trained) < 2:
+            raise ValueError(
+                "the split to train on holds one class only; training needs at least two classes "
+                f"in the column {labels.column!r}."
+            )
+        unseen = [labels.names[label] for label in sorted(present - trained)]
+        if not unseen:
+            return []
+        classes = ", ".join(unseen)
+        return [f"{len(unseen)} classes have no training image and cannot be learnt: {classes}"]
+    notes = [f"{len(labels.names)} labels per image, each present, absent or not known"]
+    unlabelled = sum(all(map(math.isnan, row)) for row in values)
+    if unlabelled:
+        notes.append(f"{unlabelled} training images have no known label; their loss is zero")
+    constant = [
+        name
+        for name, column in zip(labels.names, zip(*values, strict=True), strict=True)
+        if len({value for value in column if value == value}) < 2
+    ]
+    if constant:
+        notes.append(
+            f"{len(constant)} labels have only one value in training and cannot be learnt: "
+            + ", ".join(constant)
+        )
+    return notes
+
+
+def _find_label_column(train: "datasets.Dataset", image_column: str) -> str:
+    import datasets
+
+    columns = [column for column in train.column_names if column != image_column]
+    classes = [
+        column
+        for column in columns
+        if isinstance(train.features[column], datasets.ClassLabel)
+        or (
+            isinstance(train.features[column], datasets.List)
+            and isinstance(train.features[column].feature, datasets.ClassLabel)
+        )
+    ]
+    # A lone column of strings is not taken: it may as well hold patient ids, and class names
+    # are published with the model.
+    candidates = classes or [column for column in columns if column in LABEL_COLUMNS]
+    return only(candidates, kind="label", columns=columns)
+
+
+# One class per row
+
+
+def _number_classes(splits: Splits, column: str) -> tuple[Splits, Labels]:
+    """Number the classes in the order of a `ClassLabel`, else numeric, else alphabetic."""
+    import datasets
+
+    names = {name: _class_names(split, column, name) for name, split in splits.items()}
+    found = {name for of_rows in names.values() for name in of_rows}
+    feature = next(iter(splits.values())).features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        label_names = [*feature.names, *sorted(found - set(feature.names))]
+    elif all(name.isdecimal() for name in found):
+        label_names = sorted(found, key=lambda name: (int(name), name))
+    else:
+        label_names = sorted(found)
+    if len({name.strip() for name in label_names}) < len(label_names):
+        raise ValueError(
+            f"label_column={column!r} holds class names that differ in blanks around them only; "
+            "write each class in one way."
+        )
+    ids = {name: label for label, name in enumerate(label_names)}
+    numbers = {name: [ids[of_row] for of_row in of_rows] for name, of_rows in names.items()}
+    return _put(splits, column, numbers), Labels(column, tuple(label_names), multi_label=False)
+
+
+def _class_names(split: "datasets.Dataset", column: str, split_name: str) -> list[str]:
+    """Return the class name of every row, or refuse the split."""
+    import datasets
+
+    feature = split.features[column]
+    name_of: Callable[[Any], str | None]
+    if isinstance(feature, datasets.ClassLabel):
+        classes = feature.names
+
+        def name_of(value: Any) -> str | None:
+            return classes[value] if 0 <= value < len(classes) else None
+
+    elif isinstance(feature, datasets.Value) and feature.dtype.endswith("string"):
+
+        def name_of(value: Any) -> str | None:
+            return value if value.strip() else None
+
+    elif isinstance(feature, datasets.Value) and feature.dtype.startswith(
+        ("int", "uint", "bool", "float")  # float: ints of which some are missing
+    ):
+
+        def name_of(value: Any) -> str | None:
+            return str(int(value)) if value >= 0 and value == int(value) else None
+
+    else:
+        raise ValueError(
+            f"label_column={column!r} holds {feature}; name a column with one class per row, as "
+            "ints or strings, or with a list of 0 and 1."
+        )
+    values = column_values(split, column)
+    names = [None if value is None or value != value else name_of(value) for value in values]
+    bad = [row for row, name in enumerate(names) if name is None]
+    if bad:
+        raise ValueError(
+            f"{len(bad)} labels of the split {split_name!r} are missing or out of range (first "
+            f"rows: {first_rows(bad)}); label or remove these rows, or name another split."
+        )
+    return [name for name in names if name is not None]
+
+
+# Several labels per row
+
+
+def _join_columns(splits: Splits, columns: tuple[str, ...]) -> tuple[Splits, Labels]:
+    uncertain = 0
+    joined = {}
+    for name, split in splits.items():
+        numbers = []
+        for column in columns:
+            of_column, marked = _binary(column_values(split, column), column, name)
+            numbers.append(of_column)
+            uncertain += marked
+        joined[name] = list(map(list, zip(*numbers, strict=True)))
+    labels = Labels(MULTI_LABEL_COLUMN, columns, True, _uncertain_note(uncertain))
+    return _put(splits, MULTI_LABEL_COLUMN, joined), labels
+
+
+def _mark_classes(splits: Splits, column: str, names: tuple[str, ...]) -> tuple[Splits, Labels]:
+    """Turn the lists of the classes that a row has into a 0 or 1 for every class."""
+    marked = {}
+    for name, split in splits.items():
+        feature = split.features[column]
+        if (
+            getattr(feature, "feature", None)
+            != next(iter(splits.values())).features[column].feature
+        ):
+            raise ValueError(
+                f"label_column={column!r} has other classes in the split {name!r}; give all splits "
+                "the same."
+            )
+        rows = column_values(split, column)
+        bad = [
+            row
+            for row, classes in enumerate(rows)
+            if classes is not None
+            and not all(0 <= (-1 if c is None else c) < len(names) for c in classes)
+        ]
+        _refuse(bad, column, name)
+        marked[name] = [
+            [math.nan if row is None else float(label in row) for label in range(len(names))]
+            for row in rows
+        ]
+    return _put(splits, column, marked), Labels(column, names, multi_label=True)
+
+
+def _read_lists(splits: Splits, column: str) -> tuple[Splits, Labels]:
+    """Read lists of 0 and 1: one class per row if every row has exactly one 1."""
+    uncertain = 0
+    rows: dict[str, list[list[float]]] = {}
+    lengths = set()
+    for name, split in splits.items():
+        stored = column_values(split, column)
+        lengths |= {len(row) for row in stored if row is not None}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"label_column={column!r} holds lists of {len(lengths)} lengths; make them one 0 "
+                "or 1 per label, the same number in every row."
+            )
+        count = max(lengths)
+        flat = [value for row in stored for value in (row or [None] * count)]
+        numbers, marked = _binary(flat, column, name, per_row=count)
+        rows[name] = [numbers[i : i + count] for i in range(0, len(numbers), count)]
+        uncertain += marked
+    names = tuple(map(str, range(max(lengths))))
+    if all(sum(row) == 1 for of_split in rows.values() for row in of_split):
+        ids = {name: [row.index(1) for row in of_split] for name, of_split in rows.items()}
+        return _put(splits, column, ids), Labels(column, names, multi_label=False)
+    return _put(splits, column, rows), Labels(column, names, True, _uncertain_note(uncertain))
+
+
+def _binary(
+    values: list[Any], column: str, split_name: str, *, per_row: int = 1
+) -> tuple[list[float], int]:
+    """Return 0, 1 or NaN for every value, and how many were marked as uncertain."""
+    numbers = [_number(value) for value in values]
+    _refuse(
+        [i // per_row for i, number in enumerate(numbers) if number is None], column, split_name
+    )
+    known = [number for number in numbers if number is not None]
+    return (
+        [math.nan if number == UNCERTAIN else number for number in known],
+        known.count(UNCERTAIN),
+    )
+
+
+def _number(value: Any) -> float | None:
+    """Return 0, 1, UNCERTAIN or NaN, or None for what is no label."""
+    if value is None:
+        return math.nan
+    if isinstance(value, str) and value.strip().lower() in WORDS:
+        return WORDS[value.strip().lower()]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if number != number or number in (0, 1, UNCERTAIN) else None
+
+
+def _refuse(bad: list[int], column: str, split_name: str) -> None:
+    if bad:
+        raise ValueError(
+            f"{len(bad)} labels of the column {column!r} in the split {split_name!r} are out of "
+            f"range (first rows: {first_rows(set(bad))}); each must be 0, 1, blank, or -1 for "
+            "uncertain, or the number of a class."
+        )
+
+
+def _uncertain_note(count: int) -> tuple[str, ...]:
+    return (f"{count} labels are uncertain (-1) and count as not known",) if count else ()
+
+
+def _put(splits: Splits, column: str, values: dict[str, list[Any]]) -> Splits:
+    """Return the splits with a column of these values in place of the old one, if there is one."""
+    import datasets
+
+    first = next(iter(values.values()))[0]
+    feature = (
+        datasets.List(datasets.Value("float32"))
+        if isinstance(first, list)
+        else datasets.Value("int64")
+    )
+    return {
+        name: split.remove_columns([column] if column in split.column_names else []).add_column(
+            column, values[name], feature=feature
+        )
+        for name, split in splits.items()
+    }
