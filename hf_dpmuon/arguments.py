@@ -506,8 +506,13 @@ class DPTrainingArguments(TrainingArguments):
                 "would push optimizer and generator states; use 'end' or 'every_save'",
             ),
             "push_to_hub": (
-                self.push_to_hub,
-                "is not supported yet; upload the saved folder yourself after reading its card",
+                self.push_to_hub and (self.noise_seed is not None or self.noise_multiplier == 0),
+                "would publish a model that no secret noise protects; leave it off, or leave "
+                "noise_seed unset and noise_multiplier above 0",
+            ),
+            "hub_always_push": (
+                self.hub_always_push,
+                "has no effect: training goes on only after each push; leave it off",
             ),
             "loss_scale": (
                 self.loss_scale is not None and not 0 < self.loss_scale < float("inf"),

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend, broadcast
+from huggingface_hub import CommitInfo
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,6 +41,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import (
+    HubStrategy,
     SchedulerType,
     TrainOutput,
     get_last_checkpoint,
@@ -47,7 +49,7 @@ from transformers.trainer_utils import (
 )
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hf_dpmuon import model_card
+from hf_dpmuon import hub, model_card
 from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples, collate
@@ -230,6 +232,7 @@ class DPTrainer(Trainer):
     args: DPTrainingArguments
     model: nn.Module
     train_dataset: Dataset[Any]
+    hub_model_id: str | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -899,6 +902,8 @@ class DPTrainer(Trainer):
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(self.run.folder / name))
 
     def _complete_checkpoint(self, folder: Path) -> None:
         """Add what the base class does not know of."""
@@ -912,16 +917,101 @@ class DPTrainer(Trainer):
             sampling_state=self._batches.state_dict(),
         )
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused for now.
+    # ---- the Hub: every way to it leads through ``hub`` ----
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the private repository, or check the existing one; before training, if asked to.
+
+        Args:
+            token: By default ``hub_token``, else that of ``HF_TOKEN`` or ``hf auth login``.
+            private: By default ``hub_private_repo``.
 
         Raises:
-            ValueError: Always.
+            ValueError: If it is public but should not be, or cannot be reached or written.
         """
-        raise ValueError(
-            "push_to_hub is not supported yet; upload the files of output_dir that save_model "
-            "wrote, and no checkpoint, after reading the card."
+        self.hub_model_id = self.run._from_main(
+            lambda: hub.prepare_repository(
+                self._repository, **self._hub_settings(token, private, None)
+            )
         )
+
+    def push_to_hub(  # type: ignore[override]  # returns None but in the main process
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save the model and push its public files, and nothing else; see ``hub.push_folder``.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Must be True.
+            token: As in ``init_hf_repo``.
+            revision: Branch; by default ``hub_revision``.
+            private: By default ``hub_private_repo``.
+            **kwargs: Ignored with a warning: the card is written from the ledger.
+
+        Returns:
+            The commit, in the main process; None elsewhere.
+
+        Raises:
+            ValueError: If nothing was trained, the guarantee is void, the repository is public but
+                should not be, or the Hub cannot be reached. The saved folder can be pushed again.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not blocking:
+            raise ValueError("blocking=False is not supported; leave it out: the model is saved.")
+        if kwargs:
+            logger.warning("The card is written from the ledger; ignored: %s.", ", ".join(kwargs))
+        commits: list[CommitInfo] = []
+
+        def push() -> str:
+            if self.ledger is None or len(self.ledger) == 0:
+                raise ValueError("push_to_hub needs a ledger with noise draws: train first.")
+            settings = self._hub_settings(token, private, revision)
+            message = commit_message or "End of training"
+            commits.append(
+                hub.push_folder(self.run.folder, self._repository, message=message, **settings)
+            )
+            return str(commits[0].repo_url.repo_id)
+
+        self.hub_model_id = self.run._from_main(push)
+        return commits[0] if commits else None
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the public files of a complete checkpoint; training goes on if that fails."""
+        if (
+            self._staging
+            or self.interrupted
+            or self.args.hub_strategy == HubStrategy.END
+            or not self.is_world_process_zero()
+        ):
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        message = f"Training in progress, step {self.state.global_step}"
+        settings = self._hub_settings(None, None, None)
+        try:
+            hub.push_folder(checkpoint_folder, self._repository, message=message, **settings)
+        except ValueError as error:
+            logger.warning("Training goes on, but a checkpoint was not pushed: %s", error)
+
+    @property
+    def _repository(self) -> str:
+        return self.hub_model_id or self.args.hub_model_id or self.run.folder.absolute().name
+
+    def _hub_settings(
+        self, token: str | None, private: bool | None, revision: str | None
+    ) -> dict[str, Any]:
+        private = self.args.hub_private_repo if private is None else private
+        return {
+            "token": token or self.args.hub_token,
+            "private": private is not False,
+            "revision": revision or self.args.hub_revision,
+        }
 
 
 def _check_units(

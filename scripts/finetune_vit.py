@@ -98,12 +98,14 @@ def finetune(
         say(f"interrupted    --output_dir {args.output_dir} --resume_from_checkpoint last goes on")
         return
     metrics = trainer.evaluate() if eval_examples is not None else {}
-    trainer.save_model()
     trainer.save_state()
     if "eval_accuracy" in metrics:
         say(f"test accuracy  {metrics['eval_accuracy']:.4f}")
     say(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
+    trainer.save_model()  # and pushes it under --push_to_hub
     say(f"saved in       {args.output_dir}")
+    if args.push_to_hub:
+        say(f"pushed to      {trainer.hub_model_id}")
 
 
 def main() -> None:

@@ -96,6 +96,7 @@ class Failure:
     status: int | None
     skip: int
     times: int
+    after: bool
 
 
 class RefusedError(Exception):
@@ -176,6 +177,7 @@ class LoopbackHub:
         status: int | None = 500,
         skip: int = 0,
         times: int = 1,
+        after: bool = False,
     ) -> None:
         """Answer the next requests whose path contains ``path`` with an error.
 
@@ -185,9 +187,10 @@ class LoopbackHub:
             status: Of the answer; None closes the connection without one.
             skip: How many requests pass before.
             times: How many fail.
+            after: Whether the request is carried out and only its answer is lost.
         """
         with self._lock:
-            self._failures.append(Failure(method, path, status, skip, times))
+            self._failures.append(Failure(method, path, status, skip, times, after))
 
     @property
     def received_bytes(self) -> bytes:
@@ -352,6 +355,7 @@ def _file_info(path: str, content: bytes) -> dict[str, Any]:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: LoopbackHub
+    mute = False
 
     def log_message(self, *_: object) -> None:
         pass
@@ -377,6 +381,9 @@ class _Handler(BaseHTTPRequestHandler):
                         failure.skip -= 1
                     elif failure.times > 0:
                         failure.times -= 1
+                        self.mute = failure.after or failure.status is None
+                        if failure.after:
+                            break
                         if failure.status is None:
                             self.close_connection = True
                             return
@@ -403,6 +410,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(
         self, status: int, content: Any, headers: Mapping[str, str] = {}, *, length: int = -1
     ) -> None:
+        if self.mute:
+            self.close_connection = True
+            return
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in headers.items():

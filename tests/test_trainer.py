@@ -1161,10 +1161,8 @@ def test_no_step_is_wasted_on_a_learning_rate_of_zero(tmp_path):
         assert max(rates) == pytest.approx(0.1)
 
 
-def test_pushing_and_searching_are_refused(tmp_path):
+def test_searching_is_refused(tmp_path):
     trainer = trainer_of(tmp_path)
-    with pytest.raises(ValueError, match="push_to_hub"):
-        trainer.push_to_hub()
     with pytest.raises(ValueError, match="hyperparameter_search"):
         trainer.hyperparameter_search()
 
