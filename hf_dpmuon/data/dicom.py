@@ -41,9 +41,12 @@ def is_dicom(head: bytes) -> bool:
 
 
 def is_dicom_file(path: str | Path) -> bool:
-    """Whether a file is DICOM, whatever its name."""
-    with open(path, "rb") as file:
-        return is_dicom(file.read(MAGIC.stop))
+    """Whether a file can be opened and is DICOM, whatever its name."""
+    try:
+        with open(path, "rb") as file:
+            return is_dicom(file.read(MAGIC.stop))
+    except OSError:
+        return False
 
 
 def read_dicom(source: str | BinaryIO, window: Window | None) -> Image.Image:

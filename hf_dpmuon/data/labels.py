@@ -84,34 +84,38 @@ def encode_labels(
     train = next(iter(splits.values()))
     column = label_column or _find_label_column(train, image_column)
     require_column(splits, column, argument="label_column")
-    feature = train.features[column]
-    if not isinstance(feature, (datasets.List, datasets.LargeList)):
+    features = [split.features[column] for split in splits.values()]
+    are_lists = {isinstance(feature, (datasets.List, datasets.LargeList)) for feature in features}
+    if are_lists == {False}:
         return _number_classes(splits, column)
-    if isinstance(feature.feature, datasets.ClassLabel):
-        return _mark_classes(splits, column, tuple(feature.feature.names))
-    return _read_lists(splits, column)
+    classes = [_classes(feature) for feature in features]
+    if len(are_lists) > 1 or any(names != classes[0] for names in classes):
+        raise ValueError(
+            f"label_column={column!r} holds labels of another form in each split; give all splits "
+            "the same columns."
+        )
+    if classes[0] is None:
+        return _read_lists(splits, column)
+    return _mark_classes(splits, column, classes[0])
 
 
-def label_notes(labels: Labels, train: "datasets.Dataset", present: set[int]) -> list[str]:
+def label_notes(
+    labels: Labels, train: "datasets.Dataset", evaluation: "datasets.Dataset | None"
+) -> list[str]:
     """Return what is odd about the labels of the rows to train on.
 
-    Args:
-        labels: What they are.
-        train: Rows to train on.
-        present: Ids of the classes of all splits, for one class per row.
-
     Raises:
-        ValueError: One class only.
+        ValueError: They are all of one class.
     """
     values = column_values(train, labels.column)
     if not labels.multi_label:
-        trained = set(values)
-        if len(trained) < 2:
+        if len(set(values)) < 2:
             raise ValueError(
                 "the split to train on holds one class only; training needs at least two classes "
                 f"in the column {labels.column!r}."
             )
-        unseen = [labels.names[label] for label in sorted(present - trained)]
+        tested = set() if evaluation is None else set(column_values(evaluation, labels.column))
+        unseen = [labels.names[label] for label in sorted(tested - set(values))]
         if not unseen:
             return []
         classes = ", ".join(unseen)
@@ -141,15 +145,22 @@ def _find_label_column(train: "datasets.Dataset", image_column: str) -> str:
         column
         for column in columns
         if isinstance(train.features[column], datasets.ClassLabel)
-        or (
-            isinstance(train.features[column], datasets.List)
-            and isinstance(train.features[column].feature, datasets.ClassLabel)
-        )
+        or _classes(train.features[column]) is not None
     ]
     # A lone column of strings is not taken: it may as well hold patient ids, and class names
     # are published with the model.
     candidates = classes or [column for column in columns if column in LABEL_COLUMNS]
     return only(candidates, kind="label", columns=columns)
+
+
+def _classes(feature: Any) -> tuple[str, ...] | None:
+    """Return the class names of a column of lists of classes, or None for another column."""
+    import datasets
+
+    if not isinstance(feature, (datasets.List, datasets.LargeList)):
+        return None
+    inner = feature.feature
+    return tuple(inner.names) if isinstance(inner, datasets.ClassLabel) else None
 
 
 # One class per row
@@ -239,22 +250,9 @@ def _mark_classes(splits: Splits, column: str, names: tuple[str, ...]) -> tuple[
     """Turn the lists of the classes that a row has into a 0 or 1 for every class."""
     marked = {}
     for name, split in splits.items():
-        feature = split.features[column]
-        if (
-            getattr(feature, "feature", None)
-            != next(iter(splits.values())).features[column].feature
-        ):
-            raise ValueError(
-                f"label_column={column!r} has other classes in the split {name!r}; give all splits "
-                "the same."
-            )
         rows = column_values(split, column)
-        bad = [
-            row
-            for row, classes in enumerate(rows)
-            if classes is not None
-            and not all(0 <= (-1 if c is None else c) < len(names) for c in classes)
-        ]
+        legal = set(range(len(names)))
+        bad = [row for row, of_row in enumerate(rows) if not legal.issuperset(of_row or ())]
         _refuse(bad, column, name)
         marked[name] = [
             [math.nan if row is None else float(label in row) for label in range(len(names))]

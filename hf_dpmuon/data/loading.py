@@ -14,14 +14,15 @@ Guarantees:
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from tqdm.auto import tqdm
 
-from hf_dpmuon.data.columns import column_values, find_image_column, first_rows
+from hf_dpmuon.data.columns import find_image_column, first_rows
 from hf_dpmuon.data.dicom import ImageKindError, Window
 from hf_dpmuon.data.images import decode, open_rows
 from hf_dpmuon.data.labels import encode_labels, label_notes
@@ -31,6 +32,7 @@ from hf_dpmuon.data.units import (
     find_repeated_unit,
     group_rows,
     held_out,
+    repeated_unit_notes,
     unit_ids,
 )
 from hf_dpmuon.sampling import PrivacyUnits
@@ -42,6 +44,7 @@ __all__ = ["ImageSplits", "load_image_dataset"]
 
 # Looked for in this order when none is named.
 EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
+FAINT = 0.1  # of the range of deep greyscale: below it, an image is nearly of one grey
 HELD_OUT = "held out"  # name of the split that eval_fraction makes
 
 
@@ -157,30 +160,23 @@ def load_image_dataset(
     }
     digests = {}
     for name in splits:
-        splits[name], digests[name], dropped = _check_images(
+        splits[name], digests[name], seen = _check_images(
             splits[name], image_column, split_name=name, on_corrupt=on_corrupt
         )
-        notes += dropped
+        notes += seen
     if eval_fraction is not None:
-        eval_split = HELD_OUT
-        keys: Sequence[object] = digests[train_split]
+        keys: Sequence[Hashable] = digests[train_split]
         if privacy_unit_column is not None:
             keys = unit_ids(splits, privacy_unit_column, other_columns=no_ids)[train_split]
+        eval_split = HELD_OUT
         parts = dict(zip((train_split, eval_split), held_out(keys, eval_fraction), strict=True))
         whole, of_whole = splits[train_split], digests[train_split]
         splits = {name: whole.select(rows) for name, rows in parts.items()}
         digests = {name: [of_whole[row] for row in rows] for name, rows in parts.items()}
         notes.append(f"{len(parts[eval_split])} of {len(whole)} images are held out to evaluate on")
 
-    train = splits[train_split]
-    evaluation = splits[eval_split] if eval_split else None
-    present = {
-        label
-        for split in splits.values()
-        if not labels.multi_label
-        for label in column_values(split, labels.column)
-    }
-    notes += label_notes(labels, train, present)
+    train, evaluation = splits[train_split], splits.get(eval_split or "")
+    notes += label_notes(labels, train, evaluation)
     units = repeated = None
     if privacy_unit_column is not None:
         ids = unit_ids(splits, privacy_unit_column, other_columns=no_ids)
@@ -190,12 +186,7 @@ def load_image_dataset(
         )
     else:
         repeated = find_repeated_unit(train, other_columns=no_ids)
-    if repeated is not None:
-        notes.append(
-            f"the column {repeated.column!r} repeats itself, up to {repeated.largest} training "
-            f"images per {repeated.name}, but each image is protected alone; to protect each "
-            f"{repeated.name}, set --privacy_unit_column {repeated.column}"
-        )
+        notes += repeated_unit_notes(repeated, train, evaluation)
     notes += _copies(digests[train_split], digests.get(eval_split or "", []), units)
     return ImageSplits(
         train=train,
@@ -236,11 +227,11 @@ def _with_opened_images(
 
     try:
         split = split.cast_column(image_column, datasets.Image(decode=False))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NotImplementedError):
         raise ValueError(
             f"image_column={image_column!r} holds {split.features[image_column]}, not images; name "
             "a column of images, of encoded bytes or of paths."
-        ) from error
+        ) from None
     return split.with_transform(partial(open_rows, image_column=image_column, window=window))
 
 
@@ -254,11 +245,12 @@ def _check_images(
     """Decode every image.
 
     Returns:
-        The rows that can be read, a digest of the pixels of each, and notes on the others.
+        The rows that can be read, a digest of the pixels of each, and notes.
     """
     images = split.select_columns([image_column])
     digests: dict[int, bytes] = {}
     unreadable: dict[int, str] = {}
+    faint = 0
     for row in tqdm(range(len(images)), desc=f"checking {split_name} images", unit="image"):
         try:
             image = decode(images[row][image_column])
@@ -270,10 +262,18 @@ def _check_images(
                 str(error) if isinstance(error, ImageKindError) else type(error).__name__
             )
         else:
+            if image.mode == "F":
+                faint += bool(np.ptp(np.asarray(image)) < FAINT)
             pixels = f"{image.mode} {image.size} ".encode() + image.tobytes()
             digests[row] = hashlib.blake2b(pixels, digest_size=16).digest()
+    notes = []
+    if faint:
+        notes.append(
+            f"{faint} deep greyscale images of the split {split_name!r} use less than {FAINT:.0%} "
+            "of their range and look flat; if they are DICOM, set --dicom_window"
+        )
     if not unreadable:
-        return split, list(digests.values()), []
+        return split, list(digests.values()), notes
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(unreadable.values()).items())
     found = (
         f"{len(unreadable)} of {len(split)} images of the split {split_name!r} cannot be read "
@@ -283,8 +283,8 @@ def _check_images(
         raise ValueError(f"{found}; repair them, or drop them with on_corrupt='drop'.")
     if not digests:
         raise ValueError(f"{found}; nothing is left of it.")
-    note = f"{found} and were dropped; {len(digests)} are left"
-    return split.select(list(digests)), list(digests.values()), [note]
+    notes.append(f"{found} and were dropped; {len(digests)} are left")
+    return split.select(list(digests)), list(digests.values()), notes
 
 
 def _copies(

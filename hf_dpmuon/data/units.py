@@ -21,7 +21,15 @@ from hf_dpmuon.sampling import PrivacyUnits
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["RepeatedUnit", "find_repeated_unit", "group_rows", "held_out", "unit_ids", "unit_name"]
+__all__ = [
+    "RepeatedUnit",
+    "find_repeated_unit",
+    "group_rows",
+    "held_out",
+    "repeated_unit_notes",
+    "unit_ids",
+    "unit_name",
+]
 
 # What has ids in medical tables, the person first.
 UNIT_NAMES = (
@@ -85,7 +93,7 @@ def unit_ids(
         )
     ids = {name: _stripped(split, column) for name, split in splits.items()}
     for name, of_rows in ids.items():
-        missing = sum(i is None or i != i or i == "" for i in of_rows)
+        missing = sum(map(_is_missing, of_rows))
         if missing:
             raise ValueError(
                 f"privacy_unit_column={column!r} has no id in {missing} of {len(of_rows)} rows of "
@@ -125,11 +133,36 @@ def find_repeated_unit(
     }
     for column in sorted(names, key=lambda column: UNIT_NAMES.index(names[column].lower())):
         if _kind(train, column) is not None:
-            counts = Counter(i for i in _stripped(train, column) if i not in (None, "") and i == i)
+            counts = Counter(i for i in _stripped(train, column) if not _is_missing(i))
             largest = max(counts.values(), default=0)
             if largest > 1:
                 return RepeatedUnit(column, names[column], largest)
     return None
+
+
+def repeated_unit_notes(
+    repeated: RepeatedUnit | None,
+    train: "datasets.Dataset",
+    evaluation: "datasets.Dataset | None",
+) -> list[str]:
+    """Return what is not protected, and not measured well, as long as units are single rows."""
+    if repeated is None:
+        return []
+    column, name = repeated.column, repeated.name
+    notes = [
+        f"the column {column!r} repeats itself, up to {repeated.largest} training images per "
+        f"{name}, but each image is protected alone; to protect each {name}, set "
+        f"--privacy_unit_column {column}"
+    ]
+    if evaluation is not None and column in evaluation.column_names and _kind(evaluation, column):
+        known = {i for i in _stripped(train, column) if not _is_missing(i)}
+        shared = sum(i in known for i in _stripped(evaluation, column))
+        if shared:
+            notes.append(
+                f"{shared} of {len(evaluation)} evaluation images share their {name} with training "
+                "images; metrics on them say little"
+            )
+    return notes
 
 
 def held_out(keys: Sequence[Hashable], fraction: float) -> tuple[list[int], list[int]]:
@@ -172,3 +205,7 @@ def _kind(split: "datasets.Dataset", column: str) -> str | None:
 
 def _stripped(split: "datasets.Dataset", column: str) -> list[Hashable]:
     return [i.strip() if isinstance(i, str) else i for i in column_values(split, column)]
+
+
+def _is_missing(unit: Hashable) -> bool:
+    return unit is None or unit != unit or unit == ""
