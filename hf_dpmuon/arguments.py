@@ -223,8 +223,9 @@ class DPTrainingArguments(TrainingArguments):
     grad_sample_mode: str = field(
         default="bookkeeping",
         metadata={
-            "help": "Engine of the per-sample gradients: bookkeeping (fast), ghost (least memory) "
-            "or hooks (the reference)."
+            "help": "Engine of the per-sample gradients: bookkeeping (fast), ghost (least memory), "
+            "auto (bookkeeping if the physical batch fits into free memory, else ghost) or hooks "
+            "(the reference)."
         },
     )
     dp_optimizer: str = field(
@@ -388,7 +389,7 @@ class DPTrainingArguments(TrainingArguments):
         for name, value, legal in (
             ("clipping", self.clipping, get_args(Clipping)),
             ("accountant", self.accountant, ACCOUNTANTS),
-            ("grad_sample_mode", self.grad_sample_mode, tuple(ENGINES)),
+            ("grad_sample_mode", self.grad_sample_mode, (*ENGINES, "auto")),
             ("dp_optimizer", self.dp_optimizer, DP_OPTIMIZERS),
             ("dp_filter", self.dp_filter, DP_FILTERS),
             ("doppler_coefficients", self.doppler_coefficients, tuple(LOW_PASS)),

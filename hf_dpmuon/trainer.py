@@ -20,11 +20,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend, broadcast
+from accelerate.utils import DynamoBackend, broadcast, gather_object
 from huggingface_hub import CommitInfo
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -55,7 +56,13 @@ from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples, collate
 from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import moved_to
-from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine, verify_per_sample_gradients
+from hf_dpmuon.grad_sample import (
+    ENGINES,
+    PerSampleEngine,
+    free_bytes,
+    peak_bytes,
+    verify_per_sample_gradients,
+)
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
@@ -71,6 +78,10 @@ FILTER_FILE = "gradient_filter.pt"
 STAGING = ".incomplete-checkpoint"
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
+# Of what grad_sample_mode="auto" measures: kernels take storage of their own.
+MEMORY_MARGIN = 1.2
+# Sums, noise, gradients, and two of the optimizer, each as large as all trainable parameters.
+LASTING_COPIES = 5
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # As the paper names its methods: DP-SGD, DOPPLER-Muon.
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
@@ -490,7 +501,7 @@ class DPTrainer(Trainer):
         for tensor in prepared.state_dict().values():
             broadcast(tensor)
         prepared.train()
-        engine = ENGINES[self.args.grad_sample_mode](prepared, passes=self._filter.evaluations)
+        engine = self._build_engine(prepared)
         self._check_per_sample_gradients(engine)
         self._mechanism = GaussianMechanism(
             engine,
@@ -641,11 +652,59 @@ class DPTrainer(Trainer):
         assert self.args.loss_scale is not None
         return self.args.loss_scale
 
-    def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
-        """Verify the engine on this run's model, collator and loss, with noise for images."""
+    def _build_engine(self, model: nn.Module) -> PerSampleEngine:
+        """Wrap the model in the engine that is asked for, or for which there is memory."""
+        passes = self._filter.evaluations
+        if self.args.grad_sample_mode != "auto":
+            return ENGINES[self.args.grad_sample_mode](model, passes=passes)
+        engine = ENGINES["bookkeeping"](model, passes=passes)
+        if passes > 1:  # ghost takes one only
+            return engine
+        needed, free = self._bytes_of_a_step(engine), free_bytes(self.args.device)
+        if self.args.device.type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        fits = all(gather_object([needed <= free]))
+        mode = "bookkeeping" if fits else "ghost"
+        logger.info(
+            "grad_sample_mode: %s (bookkeeping needs about %.1f GB, and %.1f GB are free)",
+            mode,
+            needed / 1e9,
+            free / 1e9,
+        )
+        if fits:
+            return engine
+        engine.to_standard_module()
+        return ENGINES[mode](model, passes=passes)
+
+    def _bytes_of_a_step(self, engine: PerSampleEngine) -> int:
+        """Estimate the peak of a physical batch from two small ones, and all that outlives it."""
+        sums = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
+
+        def step(size: int) -> None:
+            batch = self._prepare_inputs(self.data_collator(self._noise_rows([0, 1] * size)[:size]))
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(engine, batch)
+            (loss * (size * self._loss_scale)).backward()
+            norms = engine.per_sample_norms()
+            engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
+            engine.discard()
+
+        with torch.random.fork_rng():  # dropout
+            two, four = peak_bytes(partial(step, 2)), peak_bytes(partial(step, 4))
+        per_row = (four - two) / 2
+        peak = two + per_row * (self.args.per_device_train_batch_size - 2)
+        lasting = LASTING_COPIES * sum(total.nbytes for total in sums.values())
+        return int(MEMORY_MARGIN * peak) + lasting
+
+    def _noise_rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Rows of noise with the shapes of the training data, for trials that touch none of it."""
         template = self.train_dataset[0]
         generator = torch.Generator().manual_seed(0)
-        rows = [_random_row_like(template, label, generator) for label in (0, 1, 0, 1, 1)]
+        return [_random_row_like(template, label, generator) for label in labels]
+
+    def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
+        """Verify the engine on this run's model, collator and loss, with noise for images."""
+        rows = self._noise_rows((0, 1, 0, 1, 1))
 
         def summed_loss(model: nn.Module, selected: Sequence[int]) -> tuple[Tensor, int]:
             batch = self._prepare_inputs(self.data_collator([rows[i] for i in selected]))

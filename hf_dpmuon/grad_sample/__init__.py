@@ -8,6 +8,7 @@ every privacy unit's gradient, and sums of those gradients under weights that th
 from hf_dpmuon.grad_sample.bookkeeping import BookKeepingGradSampleModule, GhostGradSampleModule
 from hf_dpmuon.grad_sample.engine import PerSampleEngine
 from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
+from hf_dpmuon.grad_sample.memory import free_bytes, peak_bytes
 from hf_dpmuon.grad_sample.verification import verify_per_sample_gradients
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "GhostGradSampleModule",
     "HooksGradSampleModule",
     "PerSampleEngine",
+    "free_bytes",
+    "peak_bytes",
     "verify_per_sample_gradients",
 ]
 
