@@ -82,6 +82,8 @@ class DataArguments:
         max_examples_per_unit: Most images of a drawn unit that a step uses.
         dicom_window: Center and width of the grey levels of DICOM files.
         on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
+        class_weights: Public weight of each class in the loss, or "balanced".
+        public_class_counts: Whether the rows of each class may be counted for "balanced".
         random_flip: Horizontal flips in training.
         random_crop: Padded random crops in training.
     """
@@ -130,6 +132,17 @@ class DataArguments:
     on_corrupt: str = field(
         default="refuse",
         metadata={"help": "Images that cannot be read: refuse to start, or drop them first."},
+    )
+    class_weights: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of each class in the loss, from a public source; or 'balanced', if "
+            "--public_class_counts."
+        },
+    )
+    public_class_counts: bool = field(
+        default=False,
+        metadata={"help": "Declare that the number of training rows of each class is public."},
     )
     random_flip: bool = field(
         default=True, metadata={"help": "Flip images left-right in training."}

@@ -26,6 +26,7 @@ from accelerate.utils import broadcast_object_list
 
 from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
 from hf_dpmuon.sampling import generator_state, restore_generator, secret_generator
@@ -152,6 +153,8 @@ class PrivateRun:
         args: The run's arguments; ``output_dir`` holds the ledger.
         num_units: N.
         privacy_unit: What a unit is, for the report.
+        max_examples_per_unit: Most rows of a drawn unit in a step, where a unit has several.
+        repeated_unit: Ids that several rows share although each row is a unit, for the report.
 
     Attributes:
         plan: What the accountant assumes.
@@ -161,7 +164,15 @@ class PrivateRun:
         remaining: How many more draws the budget allows.
     """
 
-    def __init__(self, args: DPTrainingArguments, *, num_units: int, privacy_unit: str) -> None:
+    def __init__(
+        self,
+        args: DPTrainingArguments,
+        *,
+        num_units: int,
+        privacy_unit: str,
+        max_examples_per_unit: int | None = None,
+        repeated_unit: RepeatedUnit | None = None,
+    ) -> None:
         assert args.output_dir is not None
         self.plan = PrivacyPlan.from_arguments(args, num_units=num_units)
         self.folder = Path(args.output_dir)
@@ -176,6 +187,9 @@ class PrivateRun:
             adjacency=ADJACENCY,
             guarantee=args.noise_seed is None and self.plan.noise_multiplier > 0,
             num_units=num_units,
+            largest_group=None if repeated_unit is None else repeated_unit.largest,
+            group_name=None if repeated_unit is None else repeated_unit.name,
+            max_examples_per_unit=max_examples_per_unit,
         )
         self._replays: dict[int, NoiseEvent] = {}
         self.sampling_generator = secret_generator(args.noise_seed, stream="sampling")

@@ -53,7 +53,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_dpmuon import hub, model_card
 from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.data import ImageExamples, collate
+from hf_dpmuon.data import ImageExamples, RepeatedUnit, collate
 from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import moved_to
 from hf_dpmuon.grad_sample import (
@@ -65,12 +65,13 @@ from hf_dpmuon.grad_sample import (
 )
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.mechanism import GaussianMechanism
+from hf_dpmuon.metrics import build_metrics, plot_confusion
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
 from hf_dpmuon.optim import KnownNoise, create_optimizer, routing_table
 from hf_dpmuon.run import PrivacyPlan, PrivateRun, write_json
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
 
-__all__ = ["DPTrainer", "compute_accuracy"]
+__all__ = ["DPTrainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ FILTER_FILE = "gradient_filter.pt"
 STAGING = ".incomplete-checkpoint"
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
+CONFUSION_FILE = "confusion.png"
 # Of what grad_sample_mode="auto" measures: kernels take storage of their own.
 MEMORY_MARGIN = 1.2
 # Sums, noise, gradients, and two of the optimizer, each as large as all trainable parameters.
@@ -86,19 +88,6 @@ COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # As the paper names its methods: DP-SGD, DOPPLER-Muon.
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
-
-
-def compute_accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Share of examples whose largest logit is at their label, and the mean cross-entropy.
-
-    The base class's own ``eval_loss``, which this one replaces, averages batches that several
-    processes fill up with repeated rows.
-    """
-    logits, labels = torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids)
-    return {
-        "accuracy": float((logits.argmax(-1) == labels).float().mean()),
-        "loss": float(F.cross_entropy(logits.float(), labels)),
-    }
 
 
 class _RowsOnly(Dataset[Any]):
@@ -221,11 +210,13 @@ class DPTrainer(Trainer):
         eval_dataset: Examples for evaluation; not covered by the guarantee.
         data_collator: Collates rows without mixing them; only images and labels reach the model.
         processing_class: The image processor to save beside the model.
-        compute_metrics: Evaluation metrics.
+        compute_metrics: Evaluation metrics; by default those of ``metrics.build_metrics``.
         callbacks: Further callbacks.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
         units: Which rows belong to each privacy unit, a patient say; each row is one if None.
         max_examples_per_unit: Most rows of a drawn unit in one step, drawn anew in each.
+        repeated_unit: Ids that several rows share although each row is a unit of its own; the
+            report then says what the guarantee is worth for the largest group.
         class_weights: Public weights of the classes in the loss; of the positive examples of each
             label where there are several.
         base_model: Name of the pretrained model, for the card; paths are left out.
@@ -254,11 +245,12 @@ class DPTrainer(Trainer):
         eval_dataset: Dataset[Any] | None = None,
         data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
         processing_class: Any = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = compute_accuracy,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         units: PrivacyUnits | None = None,
         max_examples_per_unit: int = 8,
+        repeated_unit: RepeatedUnit | None = None,
         class_weights: Sequence[float] | None = None,
         base_model: str | None = None,
         dataset_name: str | None = None,
@@ -290,6 +282,8 @@ class DPTrainer(Trainer):
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
+        if repeated_unit is not None and units is not None:
+            raise ValueError("units and repeated_unit are both set; give the one that applies.")
         validate_model(module)
         _check_units(units, max_examples_per_unit, num_rows=len(train_dataset), args=args)
         self.units = units
@@ -303,10 +297,13 @@ class DPTrainer(Trainer):
             args,
             num_units=len(train_dataset) if units is None else len(units),
             privacy_unit="image" if units is None else units.name,
+            max_examples_per_unit=None if units is None else max_examples_per_unit,
+            repeated_unit=repeated_unit,
         )
         self.base_model = _public_name(base_model)
         self.dataset_name = _public_name(dataset_name)
         self.eval_metrics: dict[str, float] = {}
+        self._last_prediction: EvalPrediction | None = None
         self._mechanism: GaussianMechanism | None = None
         self._batches: LogicalBatchLoader | None = None
         self._staging = False
@@ -319,7 +316,7 @@ class DPTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
-            compute_metrics=compute_metrics,
+            compute_metrics=self._compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -339,6 +336,9 @@ class DPTrainer(Trainer):
                 "and sums, which loosens the clipping bound; call "
                 "torch.set_float32_matmul_precision('highest')."
             )
+        self._metrics_of = compute_metrics or build_metrics(
+            self._label_names(), multi_label=self.multi_label
+        )
         self.label_names = ["labels"]
         self._class_weights = self._checked_class_weights(class_weights)
         self._filtered = [p for p in self.model.parameters() if p.requires_grad]
@@ -878,6 +878,25 @@ class DPTrainer(Trainer):
             and isinstance(value, (int, float))
         }
         return metrics
+
+    def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
+        self._last_prediction = prediction
+        return self._metrics_of(prediction)
+
+    def plot_confusion(self) -> bool:
+        """Draw in ``output_dir`` which class the last evaluation took for which; never pushed.
+
+        Returns:
+            Whether it was drawn: in the main process, after an evaluation, with matplotlib.
+        """
+        if self._last_prediction is None or not self.is_world_process_zero():
+            return False
+        return plot_confusion(
+            self._last_prediction.predictions,
+            self._last_prediction.label_ids,
+            label_names=self._label_names(),
+            path=self.run.folder / CONFUSION_FILE,
+        )
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None

@@ -29,7 +29,13 @@ from hf_dpmuon.arguments import (
     ModelArguments,
     parse_arguments,
 )
-from hf_dpmuon.data import ImageExamples, ImageSplits, build_transforms, load_image_dataset
+from hf_dpmuon.data import (
+    ImageExamples,
+    ImageSplits,
+    build_transforms,
+    class_weights,
+    load_image_dataset,
+)
 from hf_dpmuon.models import LoadedModel, load_model
 from hf_dpmuon.trainer import DPTrainer
 
@@ -63,30 +69,45 @@ def finetune(
 ) -> None:
     """Load, train, evaluate, save, and say what was spent."""
     set_seed(args.seed)
+    window = data_args.dicom_window
     splits = load_image_dataset(
         data_args.dataset_name,
         config_name=data_args.dataset_config_name,
         revision=data_args.dataset_revision,
         train_split=data_args.train_split,
         eval_split=data_args.eval_split,
+        eval_fraction=data_args.eval_fraction,
         image_column=data_args.image_column,
         label_column=data_args.label_column,
+        label_columns=data_args.label_columns,
+        privacy_unit_column=data_args.privacy_unit_column,
+        dicom_window=None if window is None else (window[0], window[1]),
         on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
     )
     loaded = load_model(
         model_args.model_name_or_path,
         label_names=splits.label_names,
+        multi_label=splits.multi_label,
         image_size=model_args.image_size,
         revision=model_args.model_revision,
     )
     for note in (*splits.notes, *loaded.notes):
         logger.info(note)
+    weights = None
+    if data_args.class_weights is not None:
+        weights = class_weights(
+            data_args.class_weights, splits, public_class_counts=data_args.public_class_counts
+        )
     train_examples, eval_examples = load_examples(splits, loaded, data_args)
     trainer = DPTrainer(
         loaded,
         args,
         train_dataset=train_examples,
         eval_dataset=eval_examples,
+        units=splits.units,
+        max_examples_per_unit=data_args.max_examples_per_unit,
+        repeated_unit=splits.repeated_unit,
+        class_weights=weights,
         base_model=model_args.model_name_or_path,
         dataset_name=data_args.dataset_name,
     )
@@ -99,8 +120,10 @@ def finetune(
         return
     metrics = trainer.evaluate() if eval_examples is not None else {}
     trainer.save_state()
-    if "eval_accuracy" in metrics:
-        say(f"test accuracy  {metrics['eval_accuracy']:.4f}")
+    trainer.plot_confusion()
+    for name in ("accuracy", "balanced_accuracy", "auroc", "f1"):
+        if f"eval_{name}" in metrics:
+            say(f"test {name.replace('_', ' ')}  {metrics[f'eval_{name}']:.4f}")
     say(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
     trainer.save_model()  # and pushes it under --push_to_hub
     say(f"saved in       {args.output_dir}")

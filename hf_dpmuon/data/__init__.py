@@ -10,6 +10,7 @@ split, their labels and privacy units, and the tensors of single examples and ba
     dicom     DICOM files as images
     images    images as tensors
     loading   all of the above, checked
+    weights   of the classes in the loss
     examples  rows as tensors
 
 Guarantees:
@@ -24,12 +25,14 @@ from hf_dpmuon.data.examples import ImageExamples, collate
 from hf_dpmuon.data.images import ImageFormat, build_transforms
 from hf_dpmuon.data.loading import ImageSplits, load_image_dataset
 from hf_dpmuon.data.units import RepeatedUnit, unit_name
+from hf_dpmuon.data.weights import class_weights
 
 __all__ = [
     "ImageFormat",
     "ImageSplits",
     "RepeatedUnit",
     "load_image_dataset",
+    "class_weights",
     "unit_name",
     "build_transforms",
     "ImageExamples",
