@@ -20,11 +20,11 @@ import json
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, epsilon_bound
+from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, epsilon_bound, group_epsilon
 from hf_dpmuon.mechanism import NoiseEvent
 
 __all__ = ["RunFacts", "PrivacyLedger"]
@@ -199,6 +199,29 @@ class PrivacyLedger:
             ValueError: The ledger holds no run, or ``delta`` is outside (0, 1).
         """
         return epsilon_bound(self._segments, delta=delta, accountant=self._facts.accountant)
+
+    def epsilon_after(self, draws: int) -> EpsilonBound:
+        """Returns what the first ``draws`` draws cost at the last run's delta, by its accountant.
+
+        Raises:
+            ValueError: The ledger holds no run, or fewer draws.
+        """
+        if not 0 <= draws <= len(self):
+            raise ValueError(f"draws={draws} must be in [0, {len(self)}].")
+        segments, left = [], draws
+        for segment in self._segments:
+            segments.append(replace(segment, steps=min(left, segment.steps)))
+            left -= segments[-1].steps
+        facts = self._facts
+        return epsilon_bound(segments, delta=facts.delta, accountant=facts.accountant)
+
+    def group_epsilon(self, group_size: int) -> float:
+        """Returns epsilon, by RDP, for ``group_size`` units together, at the last run's delta.
+
+        Raises:
+            ValueError: The ledger holds no run, or ``group_size`` is below 1.
+        """
+        return group_epsilon(self._segments, group_size=group_size, delta=self._facts.delta)
 
     @property
     def guarantee(self) -> bool:

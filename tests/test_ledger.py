@@ -14,7 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, compute_epsilon, epsilon_bound
+from hf_dpmuon.accounting import (
+    EpsilonBound,
+    SampledGaussian,
+    compute_epsilon,
+    epsilon_bound,
+    group_epsilon,
+)
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
 
@@ -99,6 +105,28 @@ def test_epsilon_of_equal_events_equals_compute_epsilon(path):
     assert ledger.epsilon() == EpsilonBound(compute_epsilon(**kwargs, delta=1e-5), "rdp")
     assert ledger.epsilon_at(1e-3).epsilon == compute_epsilon(**kwargs, delta=1e-3)
     assert ledger.accounted == [SampledGaussian(1.1, 0.02, 50)]
+
+
+@few
+@given(st.lists(st.sampled_from([0.9, 2.0]), min_size=1, max_size=12))
+def test_epsilon_after_some_draws_is_that_of_the_ledger_at_that_time(path, sigmas):
+    ledger = write(path)
+    past = [ledger.epsilon()]
+    for step, sigma in enumerate(sigmas, start=1):
+        ledger.record(event(step, sigma))
+        past.append(ledger.epsilon())
+    assert [ledger.epsilon_after(draws) for draws in range(len(sigmas) + 1)] == past
+    for draws in (-1, len(sigmas) + 1):
+        with pytest.raises(ValueError, match=rf"draws={draws} must be in \[0, {len(sigmas)}\]"):
+            ledger.epsilon_after(draws)
+
+
+def test_a_groups_epsilon_is_that_of_the_accountant(path):
+    ledger = write(path, [event(1), event(2)])
+    assert ledger.group_epsilon(1) == ledger.epsilon().epsilon
+    assert ledger.group_epsilon(4) == group_epsilon(
+        [SampledGaussian(1.1, 0.02, 2)], group_size=4, delta=1e-5
+    )
 
 
 def test_the_last_run_says_which_delta_and_accountant(path):
