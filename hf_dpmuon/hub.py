@@ -39,12 +39,13 @@ logger = logging.getLogger(__name__)
 REPORT_FILE = "privacy_report.json"
 CARD_FILE = "README.md"
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 # What may leave, and why.
 PUSHED_FILES = {
     WEIGHTS: "the weights, which the mechanism made private",
     "model-?????-of-?????.safetensors": "the same in shards",
-    "model.safetensors.index.json": "which shard holds which weight",
+    INDEX: "which shard holds which weight",
     "config.json": "architecture and class names",
     "preprocessor_config.json": "how images are prepared",
     CARD_FILE: "the card, from the ledger and public facts",
@@ -53,7 +54,7 @@ PUSHED_FILES = {
 }
 # Class names are public, and may look like anything.
 LABEL_KEYS = ("id2label", "label2id", "label_names")
-LOCAL_PATH = re.compile(r"(?<![\w:/.<])(?:/[\w.+@-]+/[\w.+@-]|~/|[A-Za-z]:\\)")
+LOCAL_PATH = re.compile(r"(?<![\w:/.<])(?:/[\w.+@-]+/|~/|[A-Za-z]:\\)[\w.+@/\\-]+")
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)
 WAITS = (1.0, 2.0, 4.0)  # seconds before each further try
@@ -148,6 +149,7 @@ def _public_files(folder: Path) -> list[CommitOperationAdd]:
         for path in sorted(folder.iterdir())
         if path.is_file() and any(fnmatchcase(path.name, allowed) for allowed in PUSHED_FILES)
     ]
+    _check_weights(folder, {name for name in names if name.endswith(".safetensors")})
     return [CommitOperationAdd(name, _checked_content(folder / name)) for name in names]
 
 
@@ -162,6 +164,19 @@ def _check_guarantee(folder: Path) -> None:
         raise ValueError(
             f"{folder} holds a model without a guarantee of privacy (noise_seed was set, or "
             "noise_multiplier=0), which is not pushed; train it again without them."
+        )
+
+
+def _check_weights(folder: Path, found: set[str]) -> None:
+    """Refuse weights that an earlier model left in the folder."""
+    index = folder / INDEX
+    own = {WEIGHTS}
+    if index.is_file():
+        own = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if found != own:
+        raise ValueError(
+            f"{folder} holds the weights {', '.join(sorted(found)) or 'of no model'}, and its "
+            f"model's are {', '.join(sorted(own))}; save the model into a new folder and push that."
         )
 
 
@@ -181,7 +196,7 @@ def _checked_content(path: Path) -> bytes | str:
         found = next(_local_paths(json.loads(content)), None)
     elif path.suffix == ".md":
         match = LOCAL_PATH.search(content.decode("utf-8"))
-        found = match and content.decode("utf-8")[match.start() :].split()[0]
+        found = None if match is None else match[0]
     else:
         found = None
     if found is not None:

@@ -1,0 +1,597 @@
+"""What leaves for the Hub: real clients against a Hub on loopback that keeps every byte."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import HfApi, constants
+from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
+from safetensors.torch import load_file, save_file
+from test_processes import in_processes
+from test_trainer import Images, as_loaded, trainer_of
+from transformers import AutoModelForImageClassification, Trainer, TrainerCallback
+
+import hf_dpmuon
+from hf_dpmuon import hub
+from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.trainer import DPTrainer
+
+ROOT = Path(__file__).parents[1]
+REPOSITORY = f"{USER}/scans"
+MODEL_FILES = {"model.safetensors", "config.json", "README.md", "privacy_report.json"}
+NOTHING_SENT = [("POST", "/preupload/"), ("PUT", "/lfs/"), ("POST", "/commit/")]
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path) -> Iterator[LoopbackHub]:
+    """A Hub, and this process's clients pointed at it; waits are over at once."""
+    with LoopbackHub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(time, "sleep", lambda _: None)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder after a run with checkpoints, and what else may lie in such a folder."""
+    folder = tmp_path_factory.mktemp("runs") / "scans"
+    trainer = trainer_of(folder, noise_seed=None, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    (folder / "runs").mkdir()
+    for name in ("training_args.bin", "optimizer.pt", "runs/events.out.tfevents.1", "patients.csv"):
+        (folder / name).write_text("not for others")
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "scans"))
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def assert_nothing_sent(server: LoopbackHub) -> None:
+    assert [server.asked(*request) for request in NOTHING_SENT] == [0, 0, 0]
+    assert server.uploaded == {}
+
+
+def announced(server: LoopbackHub) -> set[str]:
+    """Paths that a client asked to upload, committed or not."""
+    bodies = [json.loads(r.body) for r in server.requests if "/preupload/" in r.path]
+    return {file["path"] for body in bodies for file in body["files"]}
+
+
+# ---- a run from training to the model that others load ----
+
+RUN = """
+import json, sys
+import huggingface_hub.constants  # before conftest goes offline
+import conftest, test_trainer, torch
+from pathlib import Path
+from PIL import Image
+from transformers import AutoModelForImageClassification, ViTImageProcessor, pipeline
+from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.models import LoadedModel
+from hf_dpmuon.trainer import DPTrainer
+
+class Patients(test_trainer.Images):
+    def __getitem__(self, row):
+        return {**super().__getitem__(row), "patient": f"MRN-00471{row:02d}"}
+
+model = conftest.tiny_vit()
+names = ("benign", "malignant", "unclear")
+model.config.id2label = dict(enumerate(names))
+model.config.label2id = {name: i for i, name in enumerate(names)}
+processor = ViTImageProcessor(size={"height": 8, "width": 8})
+image_format = ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear")
+loaded = LoadedModel(model, image_format, processor, "transformers", names, ())
+folder = Path(sys.argv[1])
+args = test_trainer.arguments(
+    folder, noise_seed=None, push_to_hub=True, save_strategy="steps", save_steps=1, max_steps=3,
+    report_nonprivate_loss=True, seed=424242,
+)
+base = folder.parent / "base"
+base.mkdir()
+trainer = DPTrainer(
+    loaded, args, train_dataset=Patients(), eval_dataset=Patients(), base_model=str(base),
+    dataset_name=str(base),
+)
+(folder / "training_args.bin").write_text("no")
+trainer.train()
+(folder / "patients.csv").write_text("MRN-0047101")
+trainer.evaluate()
+trainer.save_model()
+trainer.save_state()
+commit = trainer.push_to_hub(tags=["x"])
+pixels = torch.stack([Patients()[row]["pixel_values"] for row in range(4)])
+pushed = AutoModelForImageClassification.from_pretrained(commit.repo_url.repo_id)
+classify = pipeline("image-classification", model=commit.repo_url.repo_id)
+answer = classify(Image.new("L", (20, 12), 90))
+with torch.no_grad():
+    same = torch.equal(pushed(pixels).logits, trainer.model.eval()(pixels).logits)
+losses = [v for log in trainer.state.log_history for k, v in log.items() if "nonprivate" in k]
+states = [json.loads(p.read_text()) for p in folder.glob("checkpoint-*/privacy_state.json")]
+print("RESULT" + json.dumps({
+    "same": same, "losses": losses, "states": states, "repository": trainer.hub_model_id,
+    "answer": [a["label"] for a in answer], "files": [p.name for p in folder.rglob("*")],
+}))
+"""
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All that a JSON value holds, as text long enough not to be found by chance."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from strings(item)
+    elif len(str(value)) > 8:
+        yield str(value)
+
+
+def test_a_run_pushes_its_model_and_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "mrs-miller"))
+    monkeypatch.setenv("USER", "mrs-miller")
+    with LoopbackHub() as server:
+        done = server.python(RUN, str(tmp_path / "scans"), home=tmp_path / "hf")
+    found = json.loads(done.stdout.split("RESULT")[1].splitlines()[0])
+    assert found["same"]
+    assert set(found["answer"]) == {"benign", "malignant", "unclear"}
+    assert found["repository"] == REPOSITORY
+    # Every commit held these files, and no other file was ever offered.
+    repository = server.repositories[REPOSITORY]
+    allowed = MODEL_FILES | {"preprocessor_config.json"}
+    assert announced(server) == set(server.uploaded[REPOSITORY]) == allowed
+    assert set(repository.files) == allowed | {".gitattributes"}
+    steps = [f"Training in progress, step {step}" for step in (1, 2, 3)]
+    assert repository.messages[1:] == [*steps, "Model save"]  # the last push changed nothing
+    assert repository.created_private
+    assert repository.private
+    # What must stay behind was there to be sent.
+    assert {"optimizer.pt", "trainer_state.json", "privacy_state.json"} <= set(found["files"])
+    assert len(found["losses"]) == 4
+    assert len(found["states"]) == 3
+    secrets = [text for loss in found["losses"] for text in (repr(loss), f"{loss:.6f}")]
+    generators = [text for state in found["states"] for text in strings(state["sampling"])]
+    assert len(generators) >= len(found["states"])
+    secrets += generators
+    secrets += [state["noise_key"] for state in found["states"]]
+    secrets += ["MRN-00471", "patient-", "424242", '"seed"', "noise_seed", "nonprivate"]
+    secrets += [str(tmp_path), "mrs-miller", TOKEN]
+    received = server.received_bytes
+    assert b"ViTForImageClassification" in received  # one does see what was sent
+    assert b"differential" in received
+    for secret in secrets:
+        assert secret.encode() not in received, secret
+    for state in found["states"]:
+        assert bytes.fromhex(state["noise_key"]) not in received
+        assert base64.b64encode(bytes.fromhex(state["noise_key"])) not in received
+
+
+class LargerImages(Images):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels = torch.randn(len(self.labels), 3, 160, 160)
+
+
+def test_timm_loads_what_was_pushed(server, tmp_path):
+    import timm
+
+    model = timm.create_model("test_vit", num_classes=3)
+    trainer = trainer_of(
+        tmp_path / "scans",
+        replace(
+            as_loaded(model),
+            image_format=ImageFormat(160, 160, 3, (0.5,) * 3, (0.5,) * 3, "bicubic"),
+        ),
+        noise_seed=None,
+        max_steps=1,
+        train_dataset=LargerImages(),
+    )
+    trainer.train()
+    trainer.push_to_hub()
+    assert set(server.uploaded[REPOSITORY]) == MODEL_FILES
+    pushed = timm.create_model(f"hf-hub:{REPOSITORY}", pretrained=True)
+    pixels = LargerImages().pixels[:4]
+    with torch.no_grad():
+        assert torch.equal(pushed.eval()(pixels), model.eval()(pixels))
+
+
+def test_shards_are_pushed_and_load_but_no_weights_of_another_model(server, folder):
+    plain = AutoModelForImageClassification.from_pretrained(folder)
+    plain.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    with pytest.raises(ValueError, match="save the model into a new folder"):
+        hub.push_folder(folder, "scans")  # the single file of before is still there
+    (folder / "model.safetensors").unlink()
+    hub.push_folder(folder, "scans")
+    pushed = AutoModelForImageClassification.from_pretrained(REPOSITORY)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.state_dict().values(), pushed.state_dict().values(), strict=True)
+    )
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match="save the model into a new folder"):
+        hub.push_folder(folder, "scans")
+
+
+# ---- the allow-list ----
+
+
+def test_of_a_folder_only_the_allowed_files_leave(server, folder):
+    before = bytes_of(folder)
+    commit = hub.push_folder(folder, "scans")
+    assert commit.repo_url.repo_id == REPOSITORY
+    assert announced(server) == set(server.uploaded[REPOSITORY]) == MODEL_FILES
+    assert all(
+        hashlib.sha256(content).hexdigest() == before[name]
+        for name, content in server.uploaded[REPOSITORY].items()
+    )
+    assert b"not for others" not in server.received_bytes
+    assert bytes_of(folder) == before
+
+
+def test_every_way_to_the_hub_leads_through_one_module():
+    # What the base class does with the Hub, this project does itself.
+    touching = {
+        name
+        for name, method in inspect.getmembers(Trainer, inspect.isfunction)
+        if "hf_api(" in inspect.getsource(method)
+    }
+    assert touching == {"init_hf_repo", "push_to_hub", "_push_from_checkpoint"}
+    assert touching <= set(vars(DPTrainer))
+    package = Path(hf_dpmuon.__file__).parent
+    sending = {"create_commit", "create_repo", "upload_file", "upload_folder", "HfApi"}
+    users = set()
+    for path in package.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = {getattr(n, "attr", None) or getattr(n, "id", None) for n in nodes}
+        if names & sending:
+            users.add(path.name)
+    assert users == {"hub.py"}
+
+
+def test_a_run_calls_no_other_function_that_uploads(server, tmp_path, monkeypatch):
+    def forbid(name: str) -> Any:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError(f"{name} was called")
+
+        return refuse
+
+    for name in dir(HfApi):
+        if name.startswith(("upload_", "delete_", "update_", "super_", "move_")):
+            monkeypatch.setattr(HfApi, name, forbid(name))
+    for name in dir(huggingface_hub):
+        if name.startswith("upload_"):
+            monkeypatch.setattr(huggingface_hub, name, forbid(name))
+    trainer = trainer_of(
+        tmp_path / "scans", noise_seed=None, push_to_hub=True, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.save_model()
+    trainer.push_to_hub()
+    assert len(server.repositories[REPOSITORY].messages) == 3  # two checkpoints; the rest is equal
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_local_paths_do_not_leave(server, folder):
+    for value in ("/home/miller/vit", "~/vit", "C:\\Users\\miller"):
+        change(folder / "config.json", _name_or_path=value)
+        with pytest.raises(ValueError, match=r"config\.json names the local path"):
+            hub.push_folder(folder, "scans")
+    # Names of classes are public, and names of the Hub and addresses are no paths.
+    change(
+        folder / "config.json",
+        _name_or_path="google/vit-base",
+        id2label={"0": "/left/upper", "1": "b", "2": "c"},
+        url="https://huggingface.co/google/vit-base",
+    )
+    hub.push_folder(folder, "scans")
+    sent = len(server.requests)
+    card = folder / "README.md"
+    card.write_text(card.read_text() + "\nBase model: `/srv/models/vit`.\n")
+    with pytest.raises(ValueError, match=r"README\.md names the local path '/srv/models/vit'"):
+        hub.push_folder(folder, "scans")
+    assert len(server.requests) == sent
+
+
+def test_weights_carry_nothing_else(server, folder):
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights), weights, metadata={"format": "pt", "loss": "0.123"})
+    with pytest.raises(ValueError, match="loss beside the weights"):
+        hub.push_folder(folder, "scans")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("missing", ["privacy_report.json", "README.md", "config.json"])
+def test_a_model_without_its_statement_stays(server, folder, missing):
+    (folder / missing).unlink()
+    with pytest.raises(ValueError, match=f"has no {missing}"):
+        hub.push_folder(folder, "scans")
+    assert server.requests == []
+
+
+def test_a_model_without_a_guarantee_stays(server, tmp_path):
+    for name, settings in {"seed": {"noise_seed": 7}, "sigma": {"noise_multiplier": 0.0}}.items():
+        trainer = trainer_of(tmp_path / name, max_steps=1, **{"noise_seed": None, **settings})
+        trainer.train()
+        with pytest.raises(ValueError, match="without a guarantee of privacy"):
+            trainer.push_to_hub()
+    untrained = trainer_of(tmp_path / "untrained", noise_seed=None)
+    with pytest.raises(ValueError, match="train first"):
+        untrained.push_to_hub()
+    assert server.requests == []
+
+
+# ---- private by default ----
+
+
+def test_a_repository_is_private_whichever_way_it_is_made(server, tmp_path, folder):
+    trainer = trainer_of(tmp_path / "a", noise_seed=None, max_steps=1)
+    trainer.train()
+    trainer.push_to_hub()  # push_to_hub=False in the arguments
+    trainer_of(tmp_path / "b", noise_seed=None, push_to_hub=True)
+    trainer_of(tmp_path / "c", noise_seed=None, push_to_hub=True, hub_private_repo=None)
+    hub.push_folder(folder, "d")
+    assert hub.prepare_repository("e") == f"{USER}/e"
+    assert set(server.repositories) == {f"{USER}/{name}" for name in "abcde"}
+    assert all(repository.created_private for repository in server.repositories.values())
+    hub.prepare_repository("f", private=False)
+    assert not server.repositories[f"{USER}/f"].private
+
+
+def test_an_existing_public_repository_is_refused_before_training(server, tmp_path, folder):
+    server.add_model(REPOSITORY)
+    with pytest.raises(hub.PublicRepositoryError, match="hub_private_repo=False"):
+        trainer_of(tmp_path / "scans", noise_seed=None, push_to_hub=True)
+    with pytest.raises(hub.PublicRepositoryError, match=REPOSITORY):
+        hub.push_folder(folder, "scans")
+    trainer = trainer_of(tmp_path / "other", noise_seed=None, max_steps=1, hub_model_id="scans")
+    trainer.train()
+    with pytest.raises(hub.PublicRepositoryError, match=REPOSITORY):
+        trainer.push_to_hub()
+    assert_nothing_sent(server)
+    trainer.push_to_hub(private=False)
+    assert set(server.uploaded[REPOSITORY]) == MODEL_FILES
+    assert not server.repositories[REPOSITORY].private
+
+
+def test_an_existing_private_repository_stays_private(server, folder):
+    server.add_model(REPOSITORY, {"NOTES.md": b"of a colleague"}, private=True)
+    hub.push_folder(folder, REPOSITORY, private=False)
+    assert server.repositories[REPOSITORY].private
+    assert server.repositories[REPOSITORY].files["NOTES.md"] == b"of a colleague"
+
+
+def test_a_repository_that_becomes_public_during_the_upload_is_refused(server, folder, monkeypatch):
+    upload = HfApi.preupload_lfs_files
+
+    def and_publish(*args: Any, **kwargs: Any) -> None:
+        upload(*args, **kwargs)
+        server.repositories[REPOSITORY].private = False
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", and_publish)
+    with pytest.raises(hub.PublicRepositoryError):
+        hub.push_folder(folder, "scans")
+    assert server.asked("POST", "/commit/") == 0
+    assert server.repositories[REPOSITORY].messages == ["initial commit"]
+
+
+def test_a_checkpoint_that_cannot_be_pushed_does_not_stop_training(server, tmp_path, caplog):
+    class Publish(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            server.repositories[REPOSITORY].private = state.global_step != 1
+
+    trainer = trainer_of(
+        tmp_path / "scans",
+        noise_seed=None,
+        push_to_hub=True,
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=2,
+        callbacks=[Publish()],
+    )
+    trainer.train()
+    assert "was not pushed" in caplog.text
+    messages = server.repositories[REPOSITORY].messages
+    assert messages == ["initial commit", "Training in progress, step 2"]
+    assert (tmp_path / "scans" / "checkpoint-1" / "optimizer.pt").is_file()
+
+
+def test_the_strategy_end_pushes_once(server, tmp_path):
+    trainer = trainer_of(
+        tmp_path / "scans",
+        noise_seed=None,
+        push_to_hub=True,
+        hub_strategy="end",
+        hub_revision="trial",
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.train()
+    assert_nothing_sent(server)
+    trainer.save_model()
+    repository = server.repositories[REPOSITORY]
+    assert repository.messages[1:] == ["Model save"]
+    assert set(repository.trees[repository.refs["trial"]]) >= MODEL_FILES
+    assert set(repository.files) == {".gitattributes"}  # main
+
+
+def test_an_interrupted_run_pushes_nothing(server, tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = trainer_of(
+        tmp_path / "scans", noise_seed=None, push_to_hub=True, callbacks=[Interrupt()]
+    )
+    trainer.train()
+    assert trainer.interrupted
+    assert (tmp_path / "scans" / "checkpoint-2").is_dir()
+    assert_nothing_sent(server)
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, None])
+@pytest.mark.parametrize(
+    "step",
+    [("POST", "/repos/create"), ("GET", "/api/models/"), ("PUT", "/lfs/"), ("POST", "/comm")],
+)
+def test_a_failure_that_passes_is_overcome(server, folder, step, status):
+    server.fail_next(*step, status=status, times=2)
+    hub.push_folder(folder, "scans")
+    assert server.asked(*step) >= 3
+    assert server.repositories[REPOSITORY].messages[1:] == ["Upload a privately fine-tuned model"]
+    assert set(server.repositories[REPOSITORY].files) >= MODEL_FILES
+
+
+def test_a_commit_whose_answer_was_lost_is_not_lost(server, folder):
+    server.fail_next("POST", "/commit/", after=True)
+    hub.push_folder(folder, "scans")
+    files = server.repositories[REPOSITORY].files
+    assert {name: files[name] for name in MODEL_FILES} == {
+        name: (folder / name).read_bytes() for name in MODEL_FILES
+    }
+
+
+def test_a_lasting_failure_is_one_sentence_and_the_folder_can_be_pushed_again(
+    server, folder, monkeypatch
+):
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    before = bytes_of(folder)
+    server.fail_next("POST", "/commit/", times=4)
+    with pytest.raises(ValueError, match="push_folder") as caught:
+        hub.push_folder(folder, "scans")
+    assert waits == [1.0, 2.0, 4.0]
+    assert str(caught.value).count("\n") == 0
+    assert str(folder) in str(caught.value)
+    assert bytes_of(folder) == before
+    assert server.repositories[REPOSITORY].messages == ["initial commit"]
+    hub.push_folder(folder, "scans")
+    assert set(server.repositories[REPOSITORY].files) >= MODEL_FILES
+
+
+def test_metadata_that_the_hub_refuses_is_one_sentence(server, folder):
+    card = folder / "README.md"
+    card.write_text("---\ntags: 3\n---\n" + card.read_text().split("---\n", 2)[2])
+    with pytest.raises(ValueError, match="Invalid metadata in README"):
+        hub.push_folder(folder, "scans")
+    assert server.asked("POST", "/commit/") == 0
+
+
+def test_without_token_network_or_permission_training_does_not_start(server, tmp_path, monkeypatch):
+    def start(**settings: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            trainer_of(tmp_path / "scans", noise_seed=None, push_to_hub=True, **settings)
+        assert not (tmp_path / "scans").exists()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "hf auth login" in start(hub_token=READ_TOKEN)
+    assert "hf auth login" in start(hub_token="hf_unknown")
+    assert "hf auth login" in start(hub_model_id="someone-else/scans")
+    assert "hub_model_id" in start(hub_model_id="a/b/c")
+    monkeypatch.delenv("HF_TOKEN")
+    asked = len(server.requests)
+    assert "set HF_TOKEN" in start()
+    assert len(server.requests) == asked
+    trainer_of(tmp_path / "with-token", noise_seed=None, push_to_hub=True, hub_token=TOKEN)
+    shutil.rmtree(tmp_path / "with-token")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE=0" in start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        assert "check the network" in start()
+
+
+# ---- several processes, and the command line ----
+
+
+def test_of_two_processes_one_pushes_and_both_hear_a_refusal(server, tmp_path):
+    server.add_model(f"{USER}/public")
+
+    def work(rank: int) -> tuple[str, str | None]:
+        with pytest.raises(hub.PublicRepositoryError) as caught:
+            trainer_of(tmp_path / "public", noise_seed=None, push_to_hub=True)
+        trainer = trainer_of(tmp_path / "scans", noise_seed=None, push_to_hub=True, max_steps=1)
+        trainer.train()
+        commit = trainer.push_to_hub()
+        assert (commit is not None) == (rank == 0)
+        return str(caught.value), trainer.hub_model_id
+
+    first, second = in_processes(2, work)
+    assert first == second
+    assert first[1] == REPOSITORY
+    assert server.repositories[REPOSITORY].messages[1:] == ["End of training"]
+
+
+def script(server: LoopbackHub, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/finetune_vit.py", "--config=configs/quickstart.yaml", *options],
+        cwd=ROOT,
+        env=server.environment(home),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_pushes_or_says_in_one_sentence_why_not(server, tmp_path):
+    options = ("--max_steps=1", "--logical_batch_size=32", "--push_to_hub")
+    server.add_model(f"{USER}/public")
+    done = script(server, tmp_path, *options, f"--output_dir={tmp_path / 'public'}")
+    assert done.returncode == 2
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit")]
+    assert f"{USER}/public' is public" in sentence
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "public").exists()
+    assert_nothing_sent(server)
+    server.fail_next("POST", "/commit/", status=403)
+    done = script(server, tmp_path, *options, f"--output_dir={tmp_path / 'digits'}")
+    assert done.returncode == 2
+    assert "push_folder" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert server.uploaded == {}
+    hub.push_folder(tmp_path / "digits", "digits")
+    assert set(server.uploaded[f"{USER}/digits"]) == MODEL_FILES | {"preprocessor_config.json"}
