@@ -1,4 +1,4 @@
-"""Laws of the data room, on files written by the tests themselves."""
+"""Laws of checked images: what is damaged, what is seen, what reaches a batch."""
 
 import pickle
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_tables import SECRET, class_folders, parquet, table, write_image
 from PIL import Image
 
 from hf_dpmuon.data import (
@@ -23,228 +24,10 @@ from hf_dpmuon.data import (
 
 RGB = ImageFormat(8, 8, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear")
 GREY = ImageFormat(8, 8, 1, (0.0,), (1.0,), "bilinear")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets_cache")
-
-
-def write_image(path: Path, *, level: int = 100) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", (8, 8), level).save(path)
-    return path
-
-
-def class_folders(root: Path, counts: dict[str, int]) -> Path:
-    """Write `counts[folder]` images into each folder, every image of another level."""
-    for folder, count in counts.items():
-        for i in range(count):
-            write_image(root / folder / f"{i}.png", level=10 * i)
-    return root
-
-
-STRING = datasets.Value("string")
-
-
-def table(labels: list[object], feature: object = STRING) -> datasets.Dataset:
-    images = [Image.new("L", (4, 4), 10 * (i % 20)) for i in range(len(labels))]
-    features = datasets.Features({"image": datasets.Image(), "label": feature})
-    return datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
-
-
-def parquet(folder: Path, **splits: datasets.Dataset) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name, split in splits.items():
-        split.to_parquet(str(folder / f"{name}.parquet"))
-    return folder
-
-
-# Sources
-
-
-def test_class_folders_become_labels(tmp_path: Path) -> None:
-    class_folders(tmp_path / "train", {"cat": 3, "dog": 2})
-    class_folders(tmp_path / "test", {"cat": 1, "dog": 1})
-    splits = load_image_dataset(str(tmp_path))
-    assert splits.label_names == ("cat", "dog")
-    assert splits.train["label"][:] == [0, 0, 0, 1, 1]
-    assert splits.evaluation is not None
-    assert splits.evaluation["label"][:] == [0, 1]
-    assert splits.notes[0] == "evaluating on the split 'test'"
-
-
-def test_folder_with_metadata_names_its_labels_there(tmp_path: Path) -> None:
-    class_folders(tmp_path, {"images": 3})
-    (tmp_path / "metadata.csv").write_text(
-        "file_name,label\nimages/0.png,b\nimages/1.png,a\nimages/2.png,b\n"
-    )
-    splits = load_image_dataset(str(tmp_path))
-    assert splits.label_names == ("a", "b")
-    assert sorted(splits.train["label"][:]) == [0, 1, 1]
-
-
-@pytest.mark.parametrize("whole_folder", [True, False])
-def test_csv_with_image_paths(tmp_path: Path, whole_folder: bool) -> None:
-    class_folders(tmp_path, {"images": 3})
-    csv = tmp_path / "cohort.csv"
-    csv.write_text(
-        "patient,file,finding\n7,images/0.png,ill\n8,images/1.png,well\n7,images/2.png,ill\n"
-    )
-    splits = load_image_dataset(str(tmp_path if whole_folder else csv), label_column="finding")
-    assert (splits.image_column, splits.label_column) == ("file", "finding")
-    assert splits.train["finding"][:] == [0, 1, 0]
-    assert np.asarray(splits.train[2]["file"]).max() == 20
-
-
-def test_parquet_folder_and_file_agree(tmp_path: Path) -> None:
-    folder = parquet(tmp_path / "data", train=table(["x", "y", "x"]))
-    for source in (folder, folder / "train.parquet"):
-        splits = load_image_dataset(str(source))
-        assert splits.label_names == ("x", "y")
-        assert splits.train["label"][:] == [0, 1, 0]
-        assert splits.evaluation is None
-
-
-def test_digits_are_split_once_and_for_all() -> None:
-    first, second = (load_image_dataset("builtin:digits") for _ in range(2))
-    assert first.evaluation is not None
-    assert second.evaluation is not None
-    assert (len(first.train), len(first.evaluation)) == (1437, 360)
-    assert first.label_names == tuple("0123456789")
-    assert first.train["label"][:] == second.train["label"][:]
-    counts = np.bincount(first.evaluation["label"][:])
-    assert counts.min() >= 35  # stratified: 36 of each, to within rounding
-    assert counts.max() <= 37
-    pixels = np.stack([np.asarray(image) for image in first.train["image"][:100]])
-    assert pixels.shape == (100, 28, 28)
-    assert pixels[:, :4].max() == 0  # padding
-    assert pixels.max() == 255
-
-
-def test_a_data_set_that_is_nowhere_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="no local path and the Hub cannot be reached") as caught:
-        load_image_dataset("nobody/nothing")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"train_split": "training"}, "split 'training' is missing; choose from train"),
-        ({"eval_split": "val"}, "split 'val' is missing"),
-        ({"eval_split": "train"}, "is also the train split"),
-        (
-            {"image_column": "scan"},
-            "image_column='scan' is missing .*; choose from 'image', 'label'",
-        ),
-        ({"label_column": "class"}, "label_column='class' is missing"),
-        ({"label_column": "image"}, "one class per row"),
-        ({"on_corrupt": "ignore"}, "use 'refuse' or 'drop'"),
-    ],
-)
-def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, str], message: str) -> None:
-    class_folders(tmp_path, {"cat": 2, "dog": 2})
-    with pytest.raises(ValueError, match=message):
-        load_image_dataset(str(tmp_path), **arguments)  # type: ignore[arg-type]
-
-
-# Columns and labels
-
-
-def test_ambiguous_columns_are_listed(tmp_path: Path) -> None:
-    images = [Image.new("L", (4, 4))] * 2
-    features = datasets.Features(
-        {"left": datasets.Image(), "right": datasets.Image(), "label": STRING}
-    )
-    two_images = datasets.Dataset.from_dict(
-        {"left": images, "right": images, "label": ["a", "b"]}, features=features
-    )
-    folder = parquet(tmp_path / "two", train=two_images)
-    with pytest.raises(ValueError, match=r"2 columns look like the images; .*'left', 'right'"):
-        load_image_dataset(str(folder))
-    assert load_image_dataset(str(folder), image_column="right").image_column == "right"
-
-
-def test_a_lone_string_column_is_not_guessed_to_be_the_label(tmp_path: Path) -> None:
-    """It may hold patient ids, and class names are published with the model."""
-    folder = parquet(tmp_path / "x", train=table(["p1", "p2"]).rename_column("label", "patient"))
-    with pytest.raises(ValueError, match=r"no column looks like the labels; .*'patient'"):
-        load_image_dataset(str(folder))
-
-
 CLASSES = datasets.ClassLabel(names=["a", "b", "c"])
 
 
-@pytest.mark.parametrize(
-    ("labels", "feature", "names", "ids"),
-    [
-        ([2, 0, 2], CLASSES, ("a", "b", "c"), [2, 0, 2]),
-        ([10, 9, 2, 10], datasets.Value("int64"), ("2", "9", "10"), [2, 1, 0, 2]),
-        ([1.0, 0.0], datasets.Value("float64"), ("0", "1"), [1, 0]),
-        ([True, False], datasets.Value("bool"), ("0", "1"), [1, 0]),
-        (["b", "a", "b"], datasets.Value("string"), ("a", "b"), [1, 0, 1]),
-    ],
-)
-def test_labels_become_contiguous_ids_with_names(
-    tmp_path: Path, labels: list[object], feature: object, names: tuple[str, ...], ids: list[int]
-) -> None:
-    splits = load_image_dataset(str(parquet(tmp_path / "x", train=table(labels, feature))))
-    assert splits.label_names == names
-    assert splits.train["label"][:] == ids
-
-
-@pytest.mark.parametrize(
-    ("labels", "feature"),
-    [
-        ([0, None, 1, -1, None], CLASSES),
-        ([0, -1, 1, -7, None], datasets.Value("int64")),
-        ([0.0, float("nan"), 1.0, 0.5, None], datasets.Value("float64")),
-        (["a", "", "b", " ", None], datasets.Value("string")),
-    ],
-)
-def test_bad_labels_are_counted_and_located(
-    tmp_path: Path, labels: list[object], feature: object
-) -> None:
-    folder = parquet(tmp_path / "x", train=table(labels, feature))
-    with pytest.raises(ValueError, match=r"3 labels of the split 'train' .*first rows: 1, 3, 4"):
-        load_image_dataset(str(folder))
-
-
-def test_a_class_only_in_evaluation_is_kept_and_noted(tmp_path: Path) -> None:
-    folder = parquet(tmp_path / "x", train=table(["a", "c", "a"]), test=table(["c", "b"]))
-    splits = load_image_dataset(str(folder))
-    assert splits.label_names == ("a", "b", "c")
-    assert splits.train["label"][:] == [0, 2, 0]
-    assert splits.evaluation is not None
-    assert splits.evaluation["label"][:] == [2, 1]
-    assert any("1 classes have no training image" in note and "b" in note for note in splits.notes)
-
-
-def test_splits_of_other_label_types_share_the_names(tmp_path: Path) -> None:
-    class_folders(tmp_path, {"images": 2})
-    rows = {
-        "train": ("images/0.png,10", "images/1.png,9"),
-        "test": ("images/0.png,9", "images/1.png,x"),
-    }
-    for name, lines in rows.items():
-        (tmp_path / f"{name}.csv").write_text("\n".join(["file,label", *lines]))
-    splits = load_image_dataset(str(tmp_path))
-    assert splits.label_names == ("10", "9", "x")
-    assert splits.evaluation is not None
-    assert splits.evaluation["label"][:] == [1, 2]
-
-
-def test_one_class_or_no_row_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one class only"):
-        load_image_dataset(str(parquet(tmp_path / "one", train=table([1, 1], CLASSES))))
-    empty = table([0, 1], CLASSES).select([])
-    folder = parquet(tmp_path / "none", train=table([0, 1], CLASSES), test=empty)
-    with pytest.raises(ValueError, match="has a split without rows"):
-        load_image_dataset(str(folder))
-
-
-# Corrupt images
+# Corrupt images and copies
 
 
 @pytest.fixture
@@ -280,22 +63,50 @@ def test_an_image_that_vanishes_later_is_named_not_replaced(tmp_path: Path) -> N
     examples = make_examples(str(tmp_path))
     (tmp_path / "dog" / "0.png").write_bytes(b"")
     assert examples[1]["labels"] == 0
-    with pytest.raises(ValueError, match="the image of row 2 can no longer be read"):
+    with pytest.raises(ValueError, match="the image of row 2 can no longer be read") as caught:
         examples[2, 0]
+    assert caught.value.__cause__ is None  # its text would name the file
 
 
-def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
-    class_folders(tmp_path, {"cat": 1, "dog": 1})
-    for i in range(3):
-        (tmp_path / "cat" / f"{i}.pdf").write_bytes(b"PDF")
-    (tmp_path / "cat" / "scan.doe_john").write_bytes(b"x")
-    splits = load_image_dataset(str(tmp_path))
-    assert any("4 files" in note and "(3 .pdf, 1 other)" in note for note in splits.notes)
-    assert "john" not in str(splits.notes)
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "a.pdf").write_bytes(b"PDF")
-    with pytest.raises(ValueError, match="no column looks like the images"):
-        load_image_dataset(str(tmp_path / "only"))
+def test_the_names_of_damaged_files_are_never_told(tmp_path: Path) -> None:
+    class_folders(tmp_path, {"cat": 2, "dog": 2})
+    (tmp_path / "cat" / f"{SECRET}.png").write_bytes(b"")
+    with pytest.raises(ValueError, match="1 of 5 images") as caught:
+        load_image_dataset(str(tmp_path))
+    assert SECRET not in str(caught.value)
+    assert SECRET not in str(load_image_dataset(str(tmp_path), on_corrupt="drop").notes)
+
+
+def test_a_split_of_damaged_images_only_is_refused(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", {"cat": 1, "dog": 1})
+    for name in ("cat", "dog"):
+        path = tmp_path / "test" / name / "0.png"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"2 of 2 images .*nothing is left"):
+        load_image_dataset(str(tmp_path), on_corrupt="drop")
+
+
+def test_exact_copies_are_counted_whatever_their_file_is(tmp_path: Path) -> None:
+    write_image(tmp_path / "train" / "a" / "0.png", level=7)
+    write_image(tmp_path / "train" / "a" / "1.bmp", level=7)
+    write_image(tmp_path / "train" / "b" / "0.tiff", level=7)
+    write_image(tmp_path / "train" / "b" / "1.png", level=8)
+    write_image(tmp_path / "test" / "a" / "0.png", level=8)
+    write_image(tmp_path / "test" / "b" / "1.png", level=9)
+    notes = " ".join(load_image_dataset(str(tmp_path)).notes)
+    assert "2 training images are exact copies" in notes
+    assert "1 of 2 evaluation images are exact copies of training images" in notes
+
+
+def test_images_of_nearly_one_grey_are_counted(tmp_path: Path) -> None:
+    for i, top in enumerate((65535, 3000)):  # the second has 12 bits in a file of 16
+        pixels = np.linspace(0, top, 16).astype(np.uint16).reshape(4, 4)
+        path = tmp_path / "ab"[i] / "x.png"
+        path.parent.mkdir()
+        Image.fromarray(pixels).save(path)
+    notes = " ".join(load_image_dataset(str(tmp_path)).notes)
+    assert "1 deep greyscale images of the split 'train' use less than 10%" in notes
 
 
 # Pixels
@@ -417,11 +228,11 @@ def make_examples(source: str, *, train: bool = True) -> ImageExamples:
 
 
 def test_examples_hold_pixels_and_labels_only(tmp_path: Path) -> None:
-    split = table([0, 1, 1], CLASSES).add_column("patient_id", ["secret"] * 3)
+    split = table([0, 1, 1], CLASSES).add_column("patient_id", [SECRET] * 3)
     examples = make_examples(str(parquet(tmp_path / "x", train=split)))
     assert len(examples) == 3
     assert set(examples[0]) == {"pixel_values", "labels"}
-    assert "secret" not in str(examples[0])
+    assert SECRET not in str(examples[0])
     batch = collate([examples[i] for i in range(3)])
     assert batch["pixel_values"].shape == (3, 3, 8, 8)
     assert batch["pixel_values"].dtype == torch.float32
@@ -443,6 +254,27 @@ def test_a_key_decides_its_example_in_any_process(tmp_path: Path) -> None:
     assert torch.equal(pixels[0], pixels[1])
 
 
+def test_a_stream_is_refused_with_the_reason(tmp_path: Path) -> None:
+    stream = table([0, 1], CLASSES).to_iterable_dataset()
+    with pytest.raises(ValueError, match="must be known before a sampling rate"):
+        ImageExamples(
+            stream,
+            image_column="image",
+            label_column="label",
+            transform=build_transforms(RGB, train=False),
+        )
+
+
+def test_several_labels_reach_a_batch_with_the_unknown_marked(tmp_path: Path) -> None:
+    feature = datasets.List(datasets.Value("float32"))
+    split = table([[1, 0, None], [0, 0, 1], [1, 1, 0]], feature)
+    examples = make_examples(str(parquet(tmp_path / "x", train=split)))
+    labels = collate([examples[i] for i in range(3)])["labels"]
+    nan = float("nan")
+    wanted = torch.tensor([[1, 0, nan], [0, 0, 1], [1, 1, 0]])
+    torch.testing.assert_close(labels, wanted, equal_nan=True)
+
+
 def test_a_row_outside_the_split_is_an_index_error(tmp_path: Path) -> None:
     class_folders(tmp_path, {"cat": 2, "dog": 2})
     with pytest.raises(IndexError):
@@ -450,5 +282,7 @@ def test_a_row_outside_the_split_is_an_index_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_module_imports_no_data_set_library() -> None:
-    code = "import sys, hf_dpmuon.data; sys.exit('datasets' in sys.modules)"
+    code = (
+        "import sys, hf_dpmuon.data as d; sys.exit(len({'datasets', 'pydicom'} & {*sys.modules}))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

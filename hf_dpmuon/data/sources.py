@@ -11,6 +11,7 @@ Guarantees:
 """
 
 import errno
+import logging
 import mimetypes
 from collections import Counter
 from pathlib import Path
@@ -72,12 +73,17 @@ def _load(source: str, *, shown: str | None = None, **options: Any) -> Splits:
         builder = datasets.load_dataset_builder(source, **options)
     except Exception as error:
         raise ValueError(_reason(error, shown or source, is_local=shown is not None)) from None
+    log = logging.getLogger("datasets")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it logs on the way to an error quotes rows as well
     try:
         builder.download_and_prepare()
         return dict(builder.as_dataset())
     except Exception as error:
         reason = _reason(error, shown or source, is_local=shown is not None, has_rows=True)
         raise ValueError(reason) from None
+    finally:
+        log.setLevel(level)
 
 
 def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = False) -> str:
@@ -154,6 +160,8 @@ def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
         if file.is_file() and not any(part[0] == "." for part in file.relative_to(folder).parts)
     ]
     images = {file for file in files if _is_image(file)}
+    if not images and all(file.suffix == ".parquet" for file in files):
+        return _read_parquet(folder), []
     if not images or any(file.suffix == ".tar" for file in files):
         return _load(str(folder), shown=str(folder)), []
     metadata = [file for file in files if file.name in METADATA]
@@ -178,20 +186,33 @@ def _pillow_suffixes() -> list[str]:
     return suffixes
 
 
+def _files_of_splits(folder: Path) -> list[tuple[str, list[Path]]]:
+    """Return the files of each split, as `datasets` tells them apart by their names."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    return [(str(split), sorted(map(Path, files))) for split, files in found.items()]
+
+
+def _read_parquet(folder: Path) -> Splits:
+    """Read each split by itself; together they would all get the class names of the first."""
+    splits: Splits = {}
+    for split, files in _files_of_splits(folder):
+        paths = [str(file) for file in files]
+        splits |= _load("parquet", shown=str(folder), data_files={split: paths})
+    return splits
+
+
 def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
     """Read images whose class is the name of their folder; splits are found as `datasets` does.
 
     Unlike its `imagefolder` this takes DICOM files, and a class of any split keeps its name.
     """
     import datasets
-    from datasets.data_files import DataFilesDict, get_data_patterns
 
-    found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    files = {
-        split: sorted(file for file in map(Path, of_split) if file in images)
-        for split, of_split in found.items()
-    }
-    files = {str(split): of_split for split, of_split in files.items() if of_split}
+    found = _files_of_splits(folder)
+    files = {split: [file for file in of_split if file in images] for split, of_split in found}
+    files = {split: of_split for split, of_split in files.items() if of_split}
     all_files = [file for of_split in files.values() for file in of_split]
     if len({len(file.parts) for file in all_files}) > 1:
         raise ValueError(

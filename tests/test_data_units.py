@@ -1,0 +1,249 @@
+"""Laws of privacy units: whose rows they are, and that no id is ever told."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from image_tables import SECRET, parquet, table, write_image
+
+from hf_dpmuon.data import load_image_dataset, unit_name
+from hf_dpmuon.data.units import held_out
+
+
+def cohort(folder: Path, **patients: list[Any]) -> Path:
+    """Write splits of images of two classes with these ids of patients."""
+    splits = {
+        name: table([("ill", "well")[i % 2] for i in range(len(ids))], patient_id=ids)
+        for name, ids in patients.items()
+    }
+    return parquet(folder, **splits)
+
+
+def test_rows_of_an_id_are_one_unit(tmp_path: Path) -> None:
+    ids = [f"{SECRET}{i}" for i in (3, 1, 3, 2, 1, 3)]
+    folder = cohort(tmp_path / "x", train=ids, test=[f"{SECRET}9"] * 2)
+    splits = load_image_dataset(str(folder), privacy_unit_column="patient_id")
+    assert splits.units is not None
+    assert splits.units.name == "patient"
+    assert [rows.tolist() for rows in splits.units.rows_of_unit] == [[0, 2, 5], [1, 4], [3]]
+    assert splits.repeated_unit is None
+    assert "6 training images of 3 privacy units (patient)" in splits.notes
+    assert SECRET not in f"{splits.notes} {splits.units}"
+
+
+def test_blanks_around_an_id_make_no_other_patient(tmp_path: Path) -> None:
+    folder = cohort(tmp_path / "x", train=["p1", " p1", "p1 ", "p2"])
+    splits = load_image_dataset(str(folder), privacy_unit_column="patient_id")
+    assert splits.units is not None
+    assert len(splits.units) == 2
+
+
+def test_units_follow_the_rows_that_are_left(tmp_path: Path) -> None:
+    lines = ["file,label,lesion_id"]
+    for i, lesion in enumerate("abba"):
+        write_image(tmp_path / f"{i}.png", level=i)
+        lines.append(f"{i}.png,{i % 2},{lesion}")
+    (tmp_path / "1.png").write_bytes(b"")
+    (tmp_path / "x.csv").write_text("\n".join(lines))
+    splits = load_image_dataset(
+        str(tmp_path / "x.csv"), privacy_unit_column="lesion_id", on_corrupt="drop"
+    )
+    assert splits.units is not None
+    assert splits.units.name == "lesion"
+    assert [rows.tolist() for rows in splits.units.rows_of_unit] == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [
+        *[
+            (c, "patient")
+            for c in ("patient", "patient_id", "PatientID", "Patient Id", "PATIENT_ID")
+        ],
+        *[("lesion_id", "lesion"), ("subject", "subject"), ("StudyUID", "study")],
+        *[("patient_sex", "patient_sex"), ("MRN", "MRN"), ("age", "age")],
+    ],
+)
+def test_a_column_names_its_units(column: str, name: str) -> None:
+    assert unit_name(column) == name
+
+
+MISSING = "privacy_unit_column='patient_id' has no id in 2 of 4 rows of the split 'train'"
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([SECRET, None, " ", "x"], MISSING),
+        ([1.0, float("nan"), None, 2.0], MISSING),
+        ([[SECRET], ["x"], ["y"], ["z"]], "holds List.* name a column with one id per row"),
+    ],
+)
+def test_rows_without_an_id_are_refused(tmp_path: Path, ids: list[Any], message: str) -> None:
+    folder = cohort(tmp_path / "x", train=ids)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_image_dataset(str(folder), privacy_unit_column="patient_id")
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("label", "is a column of images or labels"),
+        ("image", "is a column of images or labels"),
+        ("PatientID", "privacy_unit_column='PatientID' is missing from the split 'train'"),
+    ],
+)
+def test_a_column_that_holds_no_ids_is_refused(tmp_path: Path, column: str, message: str) -> None:
+    folder = cohort(tmp_path / "x", train=["a", "b"])
+    with pytest.raises(ValueError, match=message):
+        load_image_dataset(str(folder), privacy_unit_column=column)
+
+
+def test_a_patient_in_both_splits_is_refused_by_count(tmp_path: Path) -> None:
+    """Case 95."""
+    train = [f"{SECRET}{i}" for i in range(4)]
+    test = [f"{SECRET}{i}" for i in (0, 1, 1, 8)]
+    folder = cohort(tmp_path / "x", train=train, test=test)
+    with pytest.raises(ValueError, match=r"2 units are in .* with 3 evaluation rows") as caught:
+        load_image_dataset(str(folder), privacy_unit_column="patient_id")
+    assert SECRET not in str(caught.value)
+    splits = load_image_dataset(
+        str(folder), privacy_unit_column="patient_id", eval_fraction=0.5
+    )  # the way out that the refusal names
+    assert splits.evaluation is not None
+
+
+def test_an_evaluation_split_without_the_column_is_refused(tmp_path: Path) -> None:
+    lines = {"train": ["file,label,patient"], "test": ["file,label"]}
+    for i in range(2):
+        write_image(tmp_path / f"{i}.png", level=i)
+        lines["train"].append(f"{i}.png,{i},{i}")
+        lines["test"].append(f"{i}.png,{i}")
+    for name, of_split in lines.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(of_split))
+    with pytest.raises(ValueError, match=r"is missing from the split 'test'.*same columns"):
+        load_image_dataset(str(tmp_path), privacy_unit_column="patient")
+
+
+def test_ids_of_two_types_are_refused(tmp_path: Path) -> None:
+    lines = {"train": ["file,label,patient", "0.png,0,1", "1.png,1,2"]}
+    lines["test"] = ["file,label,patient", "0.png,0,p1", "1.png,1,p2"]
+    for i in range(2):
+        write_image(tmp_path / f"{i}.png", level=i)
+    for name, of_split in lines.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(of_split))
+    with pytest.raises(ValueError, match="the same type"):
+        load_image_dataset(str(tmp_path), privacy_unit_column="patient")
+
+
+def test_repeated_ids_that_nobody_named_are_pointed_out(tmp_path: Path) -> None:
+    train = [f"{SECRET}{i}" for i in (0, 1, 1, 1)]
+    folder = cohort(tmp_path / "x", train=train, test=[f"{SECRET}1", "y"])
+    splits = load_image_dataset(str(folder))
+    assert splits.units is None
+    assert splits.repeated_unit is not None
+    found = splits.repeated_unit
+    assert (found.column, found.name, found.largest) == ("patient_id", "patient", 3)
+    notes = " ".join(splits.notes)
+    assert "set --privacy_unit_column patient_id" in notes
+    assert "1 of 2 evaluation images share their patient with training images" in notes
+    assert SECRET not in notes
+
+
+def test_a_person_counts_before_a_lesion_and_single_ids_not_at_all(tmp_path: Path) -> None:
+    split = table(
+        ["a", "b", "a", "b"],
+        lesion_id=["l", "l", "l", "m"],
+        patient_id=["p", "p", "q", "r"],
+        study_id=["1", "2", "3", "4"],
+    )
+    found = load_image_dataset(str(parquet(tmp_path / "x", train=split))).repeated_unit
+    assert found is not None
+    assert (found.column, found.largest) == ("patient_id", 2)
+    single = load_image_dataset(
+        str(parquet(tmp_path / "y", train=split.remove_columns(["lesion_id", "patient_id"])))
+    )
+    assert single.repeated_unit is None
+
+
+def test_copies_in_the_images_of_several_patients_are_counted(tmp_path: Path) -> None:
+    split = datasets.concatenate_datasets(
+        [table(["a", "b"], patient_id=["p", "q"]), table(["a", "b"], patient_id=["p", "r"])]
+    )
+    folder = parquet(tmp_path / "x", train=split)
+    splits = load_image_dataset(str(folder), privacy_unit_column="patient_id")
+    notes = " ".join(splits.notes)
+    assert "2 training images are exact copies" in notes
+    assert "1 of the repeated images are in several units (patient)" in notes
+
+
+# Holding out
+
+
+def test_held_out_patients_are_whole_and_the_same_every_time(tmp_path: Path) -> None:
+    ids = [f"p{i // 3}" for i in range(120)]
+    folder = cohort(tmp_path / "x", train=ids, test=["z", "z"])
+    first, second = (
+        load_image_dataset(str(folder), eval_fraction=0.3, privacy_unit_column="patient_id")
+        for _ in range(2)
+    )
+    assert first.evaluation is not None
+    assert second.evaluation is not None
+    assert first.units is not None
+    train, held = set(first.train["patient_id"][:]), set(first.evaluation["patient_id"][:])
+    assert not train & held
+    assert train | held == set(ids)
+    assert len(first.train) + len(first.evaluation) == 120
+    assert first.units.num_rows == len(first.train)
+    assert first.evaluation["patient_id"][:] == second.evaluation["patient_id"][:]
+
+
+@pytest.mark.parametrize("gone", range(0, 50, 7))
+def test_where_a_unit_goes_does_not_depend_on_the_others(gone: int) -> None:
+    """So without one person the train split is the same but for this person's rows."""
+    ids = [f"p{(7 * i) % 50}" for i in range(200)]
+    fewer = [i for i in ids if i != f"p{gone}"]
+    for part, of_fewer in zip(held_out(ids, 0.5), held_out(fewer, 0.5), strict=True):
+        assert [ids[row] for row in part if ids[row] != f"p{gone}"] == [fewer[r] for r in of_fewer]
+
+
+def test_the_share_that_is_held_out_is_the_one_asked_for() -> None:
+    ids = [f"patient{i}" for i in range(20000)]
+    for fraction in (0.05, 0.2, 0.7):
+        count = len(held_out(ids, fraction)[1])
+        deviation = (20000 * fraction * (1 - fraction)) ** 0.5
+        assert abs(count - 20000 * fraction) < 4 * deviation
+
+
+def test_without_ids_equal_images_stay_together(tmp_path: Path) -> None:
+    split = datasets.concatenate_datasets([table(["a", "b"] * 10)] * 2)
+    splits = load_image_dataset(str(parquet(tmp_path / "x", train=split)), eval_fraction=0.4)
+    assert splits.evaluation is not None
+    pixels = [
+        {np.asarray(row["image"]).tobytes() for row in part}
+        for part in (splits.train, splits.evaluation)
+    ]
+    assert not pixels[0] & pixels[1]
+    assert len(pixels[0]) + len(pixels[1]) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"eval_fraction": 0.0}, r"eval_fraction=0.0 must be in \(0, 1\)"),
+        ({"eval_fraction": 1.0}, r"eval_fraction=1.0 must be in \(0, 1\)"),
+        ({"eval_fraction": 0.5, "eval_split": "test"}, "are both set"),
+        ({"eval_fraction": 1e-9}, "leaves one of the two parts empty"),
+    ],
+)
+def test_shares_that_cannot_be_held_out_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    folder = cohort(tmp_path / "x", train=["a", "b", "c", "d"])
+    with pytest.raises(ValueError, match=message) as caught:
+        load_image_dataset(str(folder), **arguments)
+    assert re.fullmatch(r"[^\n]+\.", str(caught.value))
