@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from image_tables import SECRET, class_folders, parquet, table, write_image
 from PIL import Image
 
+from hf_dpmuon.arguments import DataArguments
 from hf_dpmuon.data import (
     ImageExamples,
     ImageFormat,
@@ -25,6 +27,27 @@ from hf_dpmuon.data import (
 RGB = ImageFormat(8, 8, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear")
 GREY = ImageFormat(8, 8, 1, (0.0,), (1.0,), "bilinear")
 CLASSES = datasets.ClassLabel(names=["a", "b", "c"])
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "message"),
+    [
+        ({"eval_fraction": 1.0}, r"eval_fraction=1\.0 must be in \(0, 1\)"),
+        ({"eval_fraction": 0.2, "eval_split": "test"}, "are both set"),
+        ({"label_column": "a", "label_columns": ["b"]}, "are both set"),
+        ({"max_examples_per_unit": 0}, "max_examples_per_unit=0 must be >= 1"),
+        ({"dicom_window": [40.0]}, "two numbers"),
+        ({"dicom_window": [40.0, 0.0]}, "a width > 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused_before_any_data(
+    given_settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataArguments(**given_settings)
 
 
 # Corrupt images and copies

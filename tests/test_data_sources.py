@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -247,6 +249,30 @@ print("SAID", json.dumps(said))
     assert member["clinic/private@None"] == member["clinic/gated@None"] == 4
     for sentence in (*stranger.values(), *member.values()):
         assert isinstance(sentence, int) or ("\n" not in sentence and sentence.endswith("."))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./absent", "a/b/c.parquet", "no such set"])
+def test_a_path_to_nothing_is_not_looked_for_on_the_hub(path: str) -> None:
+    with pytest.raises(ValueError, match="is no file or folder here"):
+        load_image_dataset(path)
+
+
+def test_a_hub_that_does_not_answer_is_told_from_one_that_says_no(tmp_path: Path) -> None:
+    with LoopbackHub() as hub:
+        environment = hub.environment(tmp_path)  # its port is closed after this block
+    code = (
+        "import time; time.sleep = lambda seconds: None\n"  # between the client's attempts
+        "from hf_dpmuon.data import load_image_dataset; load_image_dataset('clinic/scans')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "the Hub cannot be reached" in done.stderr.splitlines()[-1]
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ Guarantees:
 import errno
 import logging
 import mimetypes
+import re
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ Splits = dict[str, "datasets.Dataset"]
 
 DICOM_SUFFIXES = (".dcm", ".dicom")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -54,6 +56,11 @@ def read_splits(
         splits, notes = _read_folder(path.resolve())
     elif path.is_file():
         splits, notes = _read_file(path.resolve()), []
+    elif name_or_path.startswith(("/", ".", "~")) or HUB_ID.fullmatch(name_or_path) is None:
+        raise ValueError(
+            f"data set {name_or_path!r} is no file or folder here; check its path, or name a data "
+            "set on the Hub as owner/name."
+        )
     else:
         splits, notes = _load(name_or_path, name=config_name, revision=revision), []
     return {name: _flatten_json(split) for name, split in splits.items()}, notes
@@ -102,7 +109,7 @@ def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = F
 
     said = str(error).splitlines()[0] if str(error) and not has_rows else type(error).__name__
     text = f"{error} {error.__cause__}"
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in (error, error.__cause__)):
         return (
             f"data set {source!r} does not fit on the disk of the cache; make space, or set "
             "HF_HOME to a folder on another disk."
@@ -111,14 +118,16 @@ def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = F
         return f"data set {source!r} has a split without rows; remove it or fill it."
     if is_local:
         return f"data set {source!r} cannot be read as images with labels ({said})."
-    if isinstance(error, ConnectionError) or (
-        isinstance(error, http_error) and not isinstance(error, errors.HfHubHTTPError)
+    if (
+        isinstance(error, ConnectionError)
+        or (isinstance(error, http_error) and not isinstance(error, errors.HfHubHTTPError))
+        or "LocalEntryNotFoundError" in text
     ):
         return (
             f"data set {source!r} is no local path and the Hub cannot be reached, since there is "
             "no network or HF_HUB_OFFLINE is set; go online once, or name a local copy."
         )
-    if isinstance(error, errors.GatedRepoError) or "gated" in text:
+    if isinstance(error, errors.GatedRepoError) or "is a gated dataset" in text:
         return (
             f"data set {source!r} is gated: accept the terms on its page "
             f"{datasets.config.HF_ENDPOINT}/datasets/{source}, then {LOG_IN}."
