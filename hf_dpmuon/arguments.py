@@ -79,6 +79,7 @@ class DataArguments:
         label_column: Column of labels; found when there is only one.
         label_columns: Columns of 0, 1 or blank, for several labels per image.
         privacy_unit_column: Column of ids, such as a patient's, whose rows are protected together.
+        privacy_unit_pattern: Regular expression whose one named group is the id in that column.
         max_examples_per_unit: Most images of a drawn unit that a step uses.
         dicom_window: Center and width of the grey levels of DICOM files.
         on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
@@ -120,6 +121,13 @@ class DataArguments:
     privacy_unit_column: str | None = field(
         default=None,
         metadata={"help": "Column of ids (patient, lesion): an id's images are protected as one."},
+    )
+    privacy_unit_pattern: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where ids are part of a text such as a path: a regular expression whose one "
+            "named group is the id, as in (?P<patient>patient[0-9]+)."
+        },
     )
     max_examples_per_unit: int = field(
         default=8,

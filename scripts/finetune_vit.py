@@ -81,6 +81,7 @@ def finetune(
         label_column=data_args.label_column,
         label_columns=data_args.label_columns,
         privacy_unit_column=data_args.privacy_unit_column,
+        privacy_unit_pattern=data_args.privacy_unit_pattern,
         dicom_window=None if window is None else (window[0], window[1]),
         on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
     )

@@ -11,6 +11,7 @@ from image_tables import SECRET, STRING, class_folders, parquet, table
 from PIL import Image
 
 from hf_dpmuon.data import ImageSplits, load_image_dataset
+from hf_dpmuon.data.columns import column_values
 
 NAN = math.nan
 
@@ -282,3 +283,15 @@ def test_every_split_keeps_the_class_names_of_its_own_file(tmp_path: Path) -> No
     assert splits.train["label"][:] == [0, 1]
     assert splits.evaluation is not None
     assert splits.evaluation["label"][:] == [1, 0]
+
+
+def test_answers_in_words_are_known_whatever_number_a_class_label_gives_them(
+    tmp_path: Path,
+) -> None:
+    """CheXpert on the Hub: 0 is unlabeled, 1 uncertain, 2 absent and 3 present."""
+    words = datasets.ClassLabel(names=["unlabeled", "uncertain", "absent", "present"])
+    split = table([0, 1, 2, 3], words).rename_column("label", "Edema")
+    folder = parquet(tmp_path / "x", train=split.add_column("Fracture", ["yes", "No", "", "no"]))
+    splits = load_image_dataset(str(folder), label_columns=["Edema", "Fracture"])
+    found = np.array(column_values(splits.train, splits.label_column))
+    np.testing.assert_array_equal(found, [[np.nan, 1], [np.nan, 0], [0, np.nan], [1, 0]])

@@ -247,3 +247,44 @@ def test_shares_that_cannot_be_held_out_are_refused(
     with pytest.raises(ValueError, match=message) as caught:
         load_image_dataset(str(folder), **arguments)
     assert re.fullmatch(r"[^\n]+\.", str(caught.value))
+
+
+PATHS = [f"CheXpert-v1.0-small/train/{SECRET}{i:05d}/study1/view1.jpg" for i in (1, 1, 2, 3, 1)]
+
+
+def test_ids_within_a_path_are_found_by_a_pattern_that_names_the_unit(tmp_path: Path) -> None:
+    folder = cohort(tmp_path / "x", train=PATHS)
+    splits = load_image_dataset(
+        str(folder),
+        privacy_unit_column="patient_id",
+        privacy_unit_pattern=r"/(?P<person>[^/]+)/study",
+    )
+    assert splits.units is not None
+    assert splits.units.name == "person"
+    assert [rows.tolist() for rows in splits.units.rows_of_unit] == [[0, 1, 4], [2], [3]]
+    assert SECRET not in f"{splits.notes} {splits.units}"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", "is no regular expression"),
+        ("study1", "must have exactly one group"),
+        ("(study1)", "must have exactly one group"),
+        ("(?P<a>stu)(?P<b>dy1)", "must have exactly one group"),
+        ("(?P<study>study[23])", r"no id that matches privacy_unit_pattern=.* in 5 of 5 rows"),
+    ],
+)
+def test_a_pattern_that_finds_no_id_is_refused(tmp_path: Path, pattern: str, message: str) -> None:
+    folder = cohort(tmp_path / "x", train=PATHS)
+    with pytest.raises(ValueError, match=message) as refusal:
+        load_image_dataset(
+            str(folder), privacy_unit_column="patient_id", privacy_unit_pattern=pattern
+        )
+    assert SECRET not in str(refusal.value)
+
+
+def test_a_pattern_without_a_column_is_refused(tmp_path: Path) -> None:
+    folder = cohort(tmp_path / "x", train=PATHS)
+    with pytest.raises(ValueError, match="needs a privacy_unit_column to look in"):
+        load_image_dataset(str(folder), privacy_unit_pattern="(?P<patient>p)")

@@ -23,8 +23,14 @@ __all__ = ["Labels", "encode_labels", "label_notes"]
 
 LABEL_COLUMNS = ("label", "labels", "cls")  # "cls" is what WebDataset calls it
 MULTI_LABEL_COLUMN = "labels"  # where several columns are put together
-WORDS = {"": math.nan, "true": 1.0, "false": 0.0}
 UNCERTAIN = -1  # CheXpert's mark
+WORDS = {
+    "": math.nan,
+    **dict.fromkeys(("unlabeled", "unknown"), math.nan),
+    **dict.fromkeys(("uncertain",), float(UNCERTAIN)),
+    **dict.fromkeys(("true", "yes", "present", "positive"), 1.0),
+    **dict.fromkeys(("false", "no", "absent", "negative"), 0.0),
+}
 
 Splits = dict[str, "datasets.Dataset"]
 
@@ -59,7 +65,7 @@ def encode_labels(
         splits: The split to train on first.
         label_column: One class per row as a `ClassLabel`, an int or a string; a list of 0 and 1
             per row; or a list of `ClassLabel`. Found when it is not named.
-        label_columns: Several columns of 0 and 1.
+        label_columns: Several columns of 0 and 1, or of words such as "absent" and "present".
         image_column: Name of the column of images.
 
     Raises:
@@ -238,12 +244,23 @@ def _join_columns(splits: Splits, columns: tuple[str, ...]) -> tuple[Splits, Lab
     for name, split in splits.items():
         numbers = []
         for column in columns:
-            of_column, marked = _binary(column_values(split, column), column, name)
+            of_column, marked = _binary(_answers(split, column), column, name)
             numbers.append(of_column)
             uncertain += marked
         joined[name] = list(map(list, zip(*numbers, strict=True)))
     labels = Labels(MULTI_LABEL_COLUMN, columns, True, _uncertain_note(uncertain))
     return _put(splits, MULTI_LABEL_COLUMN, joined), labels
+
+
+def _answers(split: "datasets.Dataset", column: str) -> list[Any]:
+    """Return the values of a column, a `ClassLabel` in words: its 0 may stand for "unknown"."""
+    import datasets
+
+    values = column_values(split, column)
+    feature = split.features[column]
+    if not isinstance(feature, datasets.ClassLabel):
+        return values
+    return [None if value is None or value < 0 else feature.names[value] for value in values]
 
 
 def _mark_classes(splits: Splits, column: str, names: tuple[str, ...]) -> tuple[Splits, Labels]:
@@ -319,7 +336,7 @@ def _refuse(bad: list[int], column: str, split_name: str) -> None:
         raise ValueError(
             f"{len(bad)} labels of the column {column!r} in the split {split_name!r} are out of "
             f"range (first rows: {first_rows(set(bad))}); each must be 0, 1, blank, or -1 for "
-            "uncertain, or the number of a class."
+            "uncertain (or a word such as absent, present, uncertain), or the number of a class."
         )
 
 

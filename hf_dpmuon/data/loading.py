@@ -88,6 +88,7 @@ def load_image_dataset(
     label_column: str | None = None,
     label_columns: Sequence[str] | None = None,
     privacy_unit_column: str | None = None,
+    privacy_unit_pattern: str | None = None,
     dicom_window: Window | None = None,
     on_corrupt: Literal["refuse", "drop"] = "refuse",
 ) -> ImageSplits:
@@ -113,9 +114,11 @@ def load_image_dataset(
         image_column: Found by its type when not named.
         label_column: One class per row (a `ClassLabel`, ints or strings), or a list of 0 and 1, or
             of classes, per row. Found by its type, or by the name "label", "labels" or "cls".
-        label_columns: Instead, several columns of 0 and 1, blank where a label is not known;
-            CheXpert's -1 counts as not known.
+        label_columns: Instead, several columns of 0 and 1, or of absent and present, blank where a
+            label is not known; CheXpert's -1, or uncertain, counts as not known.
         privacy_unit_column: Column of ids: all rows of an id are one unit of privacy.
+        privacy_unit_pattern: Where the ids are part of a longer text, such as a path: a regular
+            expression whose one named group is the id and says what a unit is called.
         dicom_window: Center and width of the grey levels of DICOM files, in place of their own.
         on_corrupt: Whether unreadable images are refused, or dropped before rows are counted.
 
@@ -131,6 +134,10 @@ def load_image_dataset(
     if eval_fraction is not None and eval_split is not None:
         raise ValueError(
             f"eval_fraction={eval_fraction} and eval_split={eval_split!r} are both set; set one."
+        )
+    if privacy_unit_pattern is not None and privacy_unit_column is None:
+        raise ValueError(
+            f"privacy_unit_pattern={privacy_unit_pattern!r} needs a privacy_unit_column to look in."
         )
     if dicom_window is not None and not dicom_window[1] > 0:
         raise ValueError(f"dicom_window={dicom_window} must be a center and a width > 0.")
@@ -152,8 +159,15 @@ def load_image_dataset(
     notes += labels.notes
     no_ids = (image_column, labels.column, *(label_columns or ()))
     if privacy_unit_column is not None:  # before the images: their check takes time
-        ids = unit_ids(splits, privacy_unit_column, other_columns=no_ids)
-        group_rows(ids[train_split], ids.get(eval_split or ""), column=privacy_unit_column)
+        ids = unit_ids(
+            splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
+        )
+        group_rows(
+            ids[train_split],
+            ids.get(eval_split or ""),
+            column=privacy_unit_column,
+            pattern=privacy_unit_pattern,
+        )
     splits = {
         name: _with_opened_images(split, image_column, dicom_window)
         for name, split in splits.items()
@@ -167,7 +181,9 @@ def load_image_dataset(
     if eval_fraction is not None:
         keys: Sequence[Hashable] = digests[train_split]
         if privacy_unit_column is not None:
-            keys = unit_ids(splits, privacy_unit_column, other_columns=no_ids)[train_split]
+            keys = unit_ids(
+                splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
+            )[train_split]
         eval_split = HELD_OUT
         parts = dict(zip((train_split, eval_split), held_out(keys, eval_fraction), strict=True))
         whole, of_whole = splits[train_split], digests[train_split]
@@ -179,8 +195,15 @@ def load_image_dataset(
     notes += label_notes(labels, train, evaluation)
     units = repeated = None
     if privacy_unit_column is not None:
-        ids = unit_ids(splits, privacy_unit_column, other_columns=no_ids)
-        units = group_rows(ids[train_split], ids.get(eval_split or ""), column=privacy_unit_column)
+        ids = unit_ids(
+            splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
+        )
+        units = group_rows(
+            ids[train_split],
+            ids.get(eval_split or ""),
+            column=privacy_unit_column,
+            pattern=privacy_unit_pattern,
+        )
         notes.append(
             f"{units.num_rows} training images of {len(units)} privacy units ({units.name})"
         )

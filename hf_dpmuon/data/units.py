@@ -66,13 +66,18 @@ def unit_name(column: str) -> str:
 
 
 def unit_ids(
-    splits: "dict[str, datasets.Dataset]", column: str, *, other_columns: Sequence[str]
+    splits: "dict[str, datasets.Dataset]",
+    column: str,
+    *,
+    pattern: str | None,
+    other_columns: Sequence[str],
 ) -> dict[str, list[Hashable]]:
     """Return the id of every row of every split.
 
     Args:
         splits: The split to train on first.
         column: Name of the column of ids.
+        pattern: Regular expression whose one named group is the id in a longer text.
         other_columns: Columns of images and labels, which are no ids.
 
     Raises:
@@ -92,21 +97,28 @@ def unit_ids(
             "the same type (string or integer) in all splits."
         )
     ids = {name: _stripped(split, column) for name, split in splits.items()}
+    if pattern is not None:
+        within = _compiled(pattern)
+        ids = {name: [_part(within, i) for i in of_rows] for name, of_rows in ids.items()}
     for name, of_rows in ids.items():
         missing = sum(map(_is_missing, of_rows))
         if missing:
             raise ValueError(
-                f"privacy_unit_column={column!r} has no id in {missing} of {len(of_rows)} rows of "
-                f"the split {name!r}, so nobody can say whose they are; fill the ids in, or remove "
-                "these rows."
+                f"privacy_unit_column={column!r} has no id{_matching(pattern)} in {missing} of "
+                f"{len(of_rows)} rows of the split {name!r}, so nobody can say whose they are; "
+                "fill the ids in, or remove these rows."
             )
     return ids
 
 
 def group_rows(
-    train: Sequence[Hashable], evaluation: Sequence[Hashable] | None, *, column: str
+    train: Sequence[Hashable],
+    evaluation: Sequence[Hashable] | None,
+    *,
+    column: str,
+    pattern: str | None,
 ) -> PrivacyUnits:
-    """Return the units of the training rows.
+    """Return the units of the training rows, called by the pattern's group or by the column.
 
     Raises:
         ValueError: A unit is in the evaluation rows too.
@@ -119,7 +131,8 @@ def group_rows(
             f"evaluation split, with {len(shared)} evaluation rows; split the data by unit, or "
             "leave eval_split unset and set eval_fraction."
         )
-    return PrivacyUnits.from_ids(train, name=unit_name(column))
+    name = unit_name(column) if pattern is None else next(iter(_compiled(pattern).groupindex))
+    return PrivacyUnits.from_ids(train, name=name)
 
 
 def find_repeated_unit(
@@ -187,6 +200,30 @@ def held_out(keys: Sequence[Hashable], fraction: float) -> tuple[list[int], list
             "or bring more data."
         )
     return parts
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        within = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"privacy_unit_pattern={pattern!r} is no regular expression ({error})."
+        ) from error
+    if within.groups != 1 or len(within.groupindex) != 1:
+        raise ValueError(
+            f"privacy_unit_pattern={pattern!r} must have exactly one group, named for what it "
+            "finds, such as (?P<patient>patient[0-9]+)."
+        )
+    return within
+
+
+def _part(within: re.Pattern[str], text: Hashable) -> str | None:
+    found = within.search(text) if isinstance(text, str) else None
+    return found and found[1]
+
+
+def _matching(pattern: str | None) -> str:
+    return "" if pattern is None else f" that matches privacy_unit_pattern={pattern!r}"
 
 
 def _kind(split: "datasets.Dataset", column: str) -> str | None:
