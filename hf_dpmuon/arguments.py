@@ -359,6 +359,10 @@ class DPTrainingArguments(TrainingArguments):
     hub_private_repo: bool | None = field(
         default=True, metadata={"help": "Whether a pushed repository is private."}
     )
+    hub_license: str | None = field(
+        default=None,
+        metadata={"help": "Licence of the model, for its card, by the Hub's name (apache-2.0)."},
+    )
     logging_steps: float = field(
         default=10, metadata={"help": "Log every so many logical steps; below 1, a share of all."}
     )

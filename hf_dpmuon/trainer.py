@@ -914,14 +914,13 @@ class DPTrainer(Trainer):
         if self.ledger is not None and len(self.ledger) > 0:
             report = model_card.privacy_report(self.ledger)
             write_json(folder / REPORT_FILE, report.to_dict())
-            (folder / CARD_FILE).write_text(self._card(report), encoding="utf-8")
+            self._write_card(report, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that the ledger supports into ``output_dir``."""
         if self.ledger is None or len(self.ledger) == 0:
             raise ValueError("a card needs a ledger with noise draws: train first.")
-        card = self._card(model_card.privacy_report(self.ledger))
-        (self.run.folder / CARD_FILE).write_text(card, encoding="utf-8")
+        self._write_card(model_card.privacy_report(self.ledger), self.run.folder)
 
     def _label_names(self) -> tuple[str, ...]:
         if self._loaded is not None:
@@ -929,9 +928,14 @@ class DPTrainer(Trainer):
         assert isinstance(self.model, PreTrainedModel)
         return tuple(str(name) for name in (self.model.config.id2label or {}).values())
 
-    def _card(self, report: model_card.PrivacyReport) -> str:
+    def _write_card(self, report: model_card.PrivacyReport, folder: Path) -> None:
+        """Write the card, and but for a checkpoint the plot of epsilon that it shows."""
         args = self.args
-        return model_card.build_model_card(
+        assert self.ledger is not None
+        has_plot = not self._staging and model_card.plot_epsilon(
+            self.ledger, folder / model_card.PLOT_FILE
+        )
+        card = model_card.build_model_card(
             report,
             base_model=self.base_model,
             dataset=self.dataset_name,
@@ -943,10 +947,18 @@ class DPTrainer(Trainer):
                 "schedule": SchedulerType(args.lr_scheduler_type).value,
                 "warm-up": f"{args.warmup_steps:g}",
                 "expected batch size": args.logical_batch_size,
+                "augmentations of an image in a step": args.augmentation_multiplicity,
+                "class weights": "none" if self._class_weights is None else "yes",
                 "steps": self.plan.steps,
             },
             metrics=self.eval_metrics,
+            library="transformers" if self._loaded is None else self._loaded.library,
+            license=args.hub_license,
+            multi_label=self.multi_label,
+            metrics_public=args.public_eval_split,
+            has_plot=has_plot,
         )
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.folder / STAGING) if self._staging else str(self.run.folder)

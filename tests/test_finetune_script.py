@@ -63,6 +63,7 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
         "config.json",
+        "epsilon.png",
         "confusion.png",
         "model.safetensors",
         "preprocessor_config.json",
