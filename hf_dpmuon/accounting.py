@@ -532,6 +532,8 @@ def _prv_bound(mechanisms: tuple[SampledGaussian, ...], delta: float) -> Epsilon
         mean_shift = math.sqrt(sum(e.steps / e.noise_multiplier**2 for e in mechanisms))
         return EpsilonBound(_gaussian_epsilon(mean_shift, delta), "prv")
     rdp = EpsilonBound(_rdp_epsilon(mechanisms, delta), "rdp")
+    if rdp.epsilon == 0:
+        return rdp
     epsilon = _composed_epsilon(mechanisms, delta, rdp_epsilon=rdp.epsilon)
     return EpsilonBound(epsilon, "prv") if epsilon < rdp.epsilon else rdp
 

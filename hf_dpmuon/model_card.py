@@ -161,7 +161,7 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
     facts, last, bound = ledger.runs[-1], ledger.events[-1], ledger.epsilon()
     group = max(ledger.runs, key=lambda run: run.largest_group or 0)
     group_size = group.largest_group or 1
-    deltas = np.geomspace(facts.delta, 0.5, 8).tolist()
+    deltas = np.geomspace(facts.delta, 0.3, 8).tolist()
     return PrivacyReport(
         epsilon=bound.epsilon,
         delta=facts.delta,
