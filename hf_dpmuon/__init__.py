@@ -15,7 +15,12 @@ if TYPE_CHECKING:
         num_steps,
     )
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
-    from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
+    from hf_dpmuon.data import (
+        ImageExamples,
+        build_transforms,
+        class_weights,
+        load_image_dataset,
+    )
     from hf_dpmuon.diagnostics import signal_to_noise
     from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
     from hf_dpmuon.grad_sample import (
@@ -23,12 +28,13 @@ if TYPE_CHECKING:
         GhostGradSampleModule,
         HooksGradSampleModule,
     )
+    from hf_dpmuon.hub import push_folder
     from hf_dpmuon.ledger import PrivacyLedger
     from hf_dpmuon.mechanism import GaussianMechanism
     from hf_dpmuon.model_card import build_model_card, privacy_report
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
-    from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
+    from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
     from hf_dpmuon.spectral import (
         newton_schulz,
         polar_factor,
@@ -45,7 +51,7 @@ _ROOMS = {
         "num_steps",
     ),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
-    "data": ("ImageExamples", "build_transforms", "load_image_dataset"),
+    "data": ("ImageExamples", "build_transforms", "class_weights", "load_image_dataset"),
     "diagnostics": ("signal_to_noise",),
     "filters": ("GradientFilter", "KalmanFilter", "LowPassFilter"),
     "grad_sample": (
@@ -53,12 +59,13 @@ _ROOMS = {
         "GhostGradSampleModule",
         "HooksGradSampleModule",
     ),
+    "hub": ("push_folder",),
     "ledger": ("PrivacyLedger",),
     "mechanism": ("GaussianMechanism",),
     "model_card": ("build_model_card", "privacy_report"),
     "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
     "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD", "KnownNoise", "create_optimizer"),
-    "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
+    "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler", "PrivacyUnits"),
     "spectral": ("newton_schulz", "polar_factor", "shrink_singular_values", "spectral_map"),
     "trainer": ("DPTrainer",),
 }
@@ -86,10 +93,12 @@ __all__ = [
     "ModelArguments",
     "PoissonSampler",
     "PrivacyLedger",
+    "PrivacyUnits",
     "SampledGaussian",
     "build_model_card",
     "build_transforms",
     "calibrate_noise_multiplier",
+    "class_weights",
     "compute_epsilon",
     "create_optimizer",
     "load_image_dataset",
@@ -99,6 +108,7 @@ __all__ = [
     "parameter_roles",
     "polar_factor",
     "privacy_report",
+    "push_folder",
     "save_model",
     "shrink_singular_values",
     "signal_to_noise",
