@@ -252,8 +252,11 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". ")
+    said = str(error)
+    if isinstance(error, HfHubHTTPError):
+        response = error.response
+        said = f"{response.status_code}: {error.server_message or response.reason_phrase}"
+    return " ".join(said.split()).rstrip(". ") or type(error).__name__
 
 
 def _explained(error: Exception, repository: str, folder: Path | None) -> ValueError:
@@ -264,6 +267,8 @@ def _explained(error: Exception, repository: str, folder: Path | None) -> ValueE
         remedy = "set HF_HUB_OFFLINE=0"
     elif status in (401, 403):
         remedy = "log in with `hf auth login`, or set HF_TOKEN, as someone who may write there"
+    elif isinstance(error, ValueError):
+        remedy = "change what it names"
     else:
         remedy = "check the network and https://status.huggingface.co"
     again = "or leave push_to_hub off"
