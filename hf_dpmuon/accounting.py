@@ -52,6 +52,7 @@ __all__ = [
     "compute_epsilon",
     "group_epsilon",
     "membership_tpr",
+    "sharper_membership_tpr",
     "calibrate_noise_multiplier",
     "steps_per_epoch",
     "num_steps",
@@ -224,6 +225,31 @@ def membership_tpr(*, epsilon: float, delta: float, fpr: float) -> float:
         math.exp(epsilon) * fpr + delta,
         1 - math.exp(-epsilon) * max(0.0, 1 - delta - fpr),
     )
+
+
+def sharper_membership_tpr(
+    events: Sequence[SampledGaussian], *, delta: float, fpr: float, accountant: str = "rdp"
+) -> float:
+    """Returns the smallest :func:`membership_tpr` of the events' epsilons at several deltas.
+
+    A release has an epsilon at every delta, and each pair bounds the same test. At an epsilon of 8
+    and its small delta the bound is nearly 1, at a delta of 0.01 it is far lower.
+
+    Args:
+        events: What was released, in any order.
+        delta: The smallest delta, in (0, 1).
+        fpr: False-positive rate of the test, in [0, 1].
+        accountant: ``"rdp"`` or ``"prv"``.
+
+    Raises:
+        ValueError: A value lies outside its range.
+    """
+    _check_delta(delta)
+    pairs = [
+        (epsilon_bound(events, delta=d, accountant=accountant).epsilon, d)
+        for d in np.geomspace(delta, max(delta, 0.3), 8).tolist()
+    ]
+    return min(membership_tpr(epsilon=epsilon, delta=d, fpr=fpr) for epsilon, d in pairs)
 
 
 def calibrate_noise_multiplier(

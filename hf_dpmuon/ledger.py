@@ -29,6 +29,8 @@ from hf_dpmuon.mechanism import NoiseEvent
 
 __all__ = ["RunFacts", "PrivacyLedger"]
 
+LEDGER_FILE = "privacy_ledger.jsonl"
+
 _GENESIS = "0" * 64
 
 

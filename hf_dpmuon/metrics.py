@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ __all__ = [
     "multi_label_metrics",
     "plot_confusion",
     "save_figure",
+    "write_whole",
 ]
 
 FloatArray = NDArray[np.float64]
@@ -224,7 +226,21 @@ def save_figure(figure: Any, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # emoji in a class name
         figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    path.write_bytes(buffer.getvalue())
+    write_whole(path, buffer.getvalue())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file under another name and renames it, so that half of it is never seen.
+
+    Raises:
+        OSError: It could not be written; what was there still is.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _calibration_error(confidence: FloatArray, right: NDArray[np.bool_]) -> float:

@@ -23,12 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from hf_dpmuon.accounting import SampledGaussian, membership_tpr
+from hf_dpmuon.accounting import SampledGaussian, membership_tpr, sharper_membership_tpr
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.metrics import can_plot, save_figure
 
@@ -42,6 +41,8 @@ __all__ = [
     "verify_report",
 ]
 
+REPORT_FILE = "privacy_report.json"
+CARD_FILE = "README.md"
 PLOT_FILE = "epsilon.png"
 PIPELINE_TAG = "image-classification"
 TAGS = ("dp-muon", "hf-dpmuon")
@@ -161,7 +162,6 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
     facts, last, bound = ledger.runs[-1], ledger.events[-1], ledger.epsilon()
     group = max(ledger.runs, key=lambda run: run.largest_group or 0)
     group_size = group.largest_group or 1
-    deltas = np.geomspace(facts.delta, 0.3, 8).tolist()
     return PrivacyReport(
         epsilon=bound.epsilon,
         delta=facts.delta,
@@ -183,11 +183,8 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
         group_epsilon=ledger.group_epsilon(group_size) if group_size > 1 else None,
         membership_fpr=MEMBERSHIP_FPR,
         membership_tpr=membership_tpr(epsilon=bound.epsilon, delta=facts.delta, fpr=MEMBERSHIP_FPR),
-        sharper_membership_tpr=min(
-            membership_tpr(
-                epsilon=ledger.epsilon_at(delta).epsilon, delta=delta, fpr=MEMBERSHIP_FPR
-            )
-            for delta in deltas
+        sharper_membership_tpr=sharper_membership_tpr(
+            ledger.accounted, delta=facts.delta, fpr=MEMBERSHIP_FPR, accountant=facts.accountant
         ),
         runs=len(ledger.runs),
         draws_before_last_run=len(ledger) - ledger.draws_per_run[-1],
@@ -210,6 +207,9 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     try:
         values = json.loads(text)
         values = {name: math.inf if v == "inf" else v for name, v in values.items()}
+        unlike = set(values) ^ {field.name for field in fields(PrivacyReport)}
+        if unlike:
+            raise ValueError(f"{min(unlike)} is missing or unknown")
         report = PrivacyReport(**values)
         for mechanism in report.mechanisms:
             SampledGaussian(**mechanism)
@@ -405,7 +405,7 @@ def _metadata(
         library_name=library,
         pipeline_tag=PIPELINE_TAG,
         tags=[*([GUARANTEE_TAG] if report.guarantee else []), *TAGS],
-        model_name=model_name,
+        model_name=model_name if metrics else None,  # the name of the results
         eval_results=[
             EvalResult(
                 task_type=PIPELINE_TAG,
@@ -432,7 +432,7 @@ def _privacy_statement(report: PrivacyReport) -> list[str]:
         f"same whether or not that {unit} was used. No conclusion about it becomes more than "
         f"exp(epsilon){factor} times as probable by its use, up to a probability delta.",
         "As a bound on membership inference: an attacker who allows "
-        f"{report.membership_fpr:.0%} false alarms finds at most "
+        f"{report.membership_fpr * 100:g} % false alarms finds at most "
         f"{_percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "
         f"most {_percent_up(report.sharper_membership_tpr)} by all that is known of the noise.",
     ]
@@ -468,7 +468,7 @@ def _privacy_facts(report: PrivacyReport) -> dict[str, Any]:
         "sampling": f"Poisson, q = {report.sample_rate:g}",
         "noise draws (steps)": report.steps,
         "clipping": f"{report.clipping}, C = {report.per_sample_max_grad_norm:g}",
-        f"membership: true positives at {report.membership_fpr:.0%} false positives": (
+        f"membership: true positives at {report.membership_fpr * 100:g} % false positives": (
             f"at most {_percent_up(report.membership_tpr)} by epsilon and delta, "
             f"{_percent_up(report.sharper_membership_tpr)} by all draws"
         ),

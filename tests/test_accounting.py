@@ -29,6 +29,7 @@ from hf_dpmuon.accounting import (
     group_epsilon,
     membership_tpr,
     num_steps,
+    sharper_membership_tpr,
     steps_per_epoch,
 )
 
@@ -412,6 +413,26 @@ def test_the_membership_bound_is_monotone_and_above_guessing(e, delta, fpr, othe
     assert bound() <= bound(epsilon=e + other)
     assert bound() <= bound(fpr=max(fpr, other))
     assert bound() <= bound(delta=max(delta, other / 2))
+
+
+@few
+@given(
+    st.floats(0.05, 8), st.floats(1e-9, 0.5), st.floats(1e-6, 1), st.sampled_from(["rdp", "prv"])
+)
+def test_the_sharper_bound_holds_and_is_below_that_of_one_delta(mean_shift, delta, fpr, accountant):
+    events = [SampledGaussian(1 / mean_shift, 1.0)]
+    sharper = sharper_membership_tpr(events, delta=delta, fpr=fpr, accountant=accountant)
+    e = epsilon(1 / mean_shift, 1.0, 1, delta=delta, accountant=accountant)
+    assert norm.cdf(norm.ppf(fpr) + mean_shift) <= sharper + 1e-9
+    assert sharper <= membership_tpr(epsilon=e, delta=delta, fpr=fpr) + 1e-12
+
+
+def test_the_sharper_bound_says_something_at_an_epsilon_of_8():
+    events = [SampledGaussian(0.697347, 1024 / 60_000, 590)]
+    assert epsilon_bound(events, delta=1 / 600_000).epsilon > 7.99
+    assert sharper_membership_tpr(events, delta=1 / 600_000, fpr=0.01) < 0.2
+    with pytest.raises(ValueError, match="delta=0"):
+        sharper_membership_tpr(events, delta=0, fpr=0.01)
 
 
 def test_membership_bounds_known_by_hand():

@@ -1,0 +1,476 @@
+"""The command ``hf-dpmuon``: plan a privacy budget, check what a run spent, rebuild its card.
+
+Receives command lines; prints text, or JSON with ``--json``, and writes the files it is told to.
+
+Guarantees:
+    Bad input of any kind ends with one sentence on stderr and exit code 2, and writes nothing. An
+    epsilon of a run is printed only as its ledger gives it, or is marked as stated by others.
+    ``--help`` loads no framework and ``budget`` nothing but the accountant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from hf_dpmuon.ledger import PrivacyLedger
+    from hf_dpmuon.model_card import PrivacyReport
+
+__all__ = ["main"]
+
+FPR = 0.01
+FACTORS = (0.5, 1, 2, 4, 8, 16)  # of the batch size asked for
+MOST_STEPS = 10**9
+LABELS = {"noise_per_unit": "noise in the mean gradient / C"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], str] = options.command
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)  # such as a torn line in a ledger
+        try:
+            print(_printable(command(options), keep="\n"), flush=True)
+        except BrokenPipeError:  # whoever reads, `head` say, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except (ValueError, OSError) as error:
+            print(f"hf-dpmuon: {_printable(str(error), keep='')}", file=sys.stderr)
+            return 2
+    for note in notes:
+        if issubclass(note.category, UserWarning) and "hf_dpmuon" in note.filename:
+            print(f"note: {_printable(str(note.message), keep='')}", file=sys.stderr)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one sentence, and explains on one screen."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            formatter_class=lambda prog: argparse.HelpFormatter(
+                prog, width=80, max_help_position=26
+            ),
+            allow_abbrev=False,
+            **kwargs,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="hf-dpmuon", description="Differentially private fine-tuning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    budget = commands.add_parser(
+        "budget",
+        help="epsilon, sigma or steps from the other two",
+        description="Give two of epsilon, sigma and steps (or epochs); get the third, for several "
+        "batch sizes.",
+    )
+    budget.add_argument(
+        "--num_units", type=int, required=True, metavar="N", help="number of privacy units"
+    )
+    budget.add_argument(
+        "--logical_batch_size",
+        type=int,
+        default=1024,
+        metavar="B",
+        help="expected units in a step (1024)",
+    )
+    budget.add_argument("--epsilon", type=float, metavar="E", help="what the run may cost")
+    budget.add_argument("--sigma", type=float, metavar="S", help="noise multiplier")
+    length = budget.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="T", help="draws of noise")
+    length.add_argument("--epochs", type=float, metavar="X", help="passes over the data")
+    budget.add_argument("--delta", type=float, metavar="D", help="of the guarantee (1 / (10 N))")
+    budget.add_argument("--accountant", choices=("rdp", "prv"), default="rdp", help="(rdp)")
+    budget.add_argument("--plot", type=Path, metavar="PNG", help="picture of the table")
+    budget.set_defaults(command=_budget)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="the report of a run, verified against its ledger",
+        description="Verify the ledger in a folder of a run or checkpoint, recompute the privacy "
+        "report from it, and compare it with the one that is stored there.",
+    )
+    inspect.set_defaults(command=_inspect)
+    card = commands.add_parser(
+        "card",
+        help="the model card, rebuilt from ledger and report",
+        description="Rebuild the model card from the ledger and the report in a folder. Names and "
+        "metrics come from the metadata of its README.md; the recipe is known to the trainer only.",
+    )
+    card.add_argument("--output", type=Path, metavar="FILE", help="write it there")
+    card.set_defaults(command=_card)
+    for command in (inspect, card):
+        command.add_argument("path", type=Path, metavar="PATH", help="a folder, or a ledger file")
+    for command in (budget, inspect, card):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+# Budget
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as the accountant sees it, and what follows from it.
+
+    Attributes:
+        logical_batch_size: B, the expected number of units in a step.
+        sample_rate: q = B / N.
+        steps: T.
+        epochs: T q, expected passes over the data.
+        sigma: Noise multiplier.
+        epsilon: Of the whole run.
+        membership_tpr: The most members that any test finds at 1 % false alarms, by epsilon and
+            delta.
+        sharper_membership_tpr: The same by the epsilons at other deltas, too.
+        noise_per_unit: sigma / B: standard deviation of the noise in the mean gradient, in units of
+            the clipping bound.
+        asked: Whether it is the one of the batch size asked for.
+    """
+
+    logical_batch_size: int
+    sample_rate: float
+    steps: int
+    epochs: float
+    sigma: float
+    epsilon: float
+    membership_tpr: float
+    sharper_membership_tpr: float
+    noise_per_unit: float
+    asked: bool
+
+
+def _budget(options: argparse.Namespace) -> str:
+    length = options.epochs if options.steps is None else options.steps
+    if sum(value is not None for value in (options.epsilon, options.sigma, length)) != 2:
+        raise ValueError("two of --epsilon, --sigma and --steps (or --epochs) must be given.")
+    if options.num_units < 1:
+        raise ValueError(f"num_units={options.num_units} must be >= 1.")
+    if not 1 <= options.logical_batch_size <= options.num_units:
+        raise ValueError(
+            f"logical_batch_size={options.logical_batch_size} must be in [1, "
+            f"{options.num_units}], the number of units."
+        )
+    delta = 1 / (10 * options.num_units) if options.delta is None else options.delta
+    if not 0 < delta < 1 / options.num_units:
+        raise ValueError(f"delta={delta} must be in (0, 1/N), N={options.num_units}.")
+    asked = options.logical_batch_size
+    plans = [_plan(options, delta, asked)]
+    for batch_size in {math.ceil(factor * asked) for factor in FACTORS} - {asked}:
+        if batch_size <= options.num_units:
+            try:
+                plans.append(_plan(options, delta, batch_size))
+            except ValueError:
+                continue  # what was asked for has no solution at this batch size
+    plans.sort(key=lambda plan: plan.logical_batch_size)
+    if options.plot is not None:
+        _plot_plans(plans, options)
+    if options.json:
+        return _json(
+            {
+                "num_units": options.num_units,
+                "delta": delta,
+                "accountant": options.accountant,
+                "adjacency": "add or remove one",
+                "plans": [asdict(plan) for plan in plans],
+            }
+        )
+    header = f"{'batch':>8} {'q':>10} {'steps':>8} {'epochs':>8} {'sigma':>9} {'epsilon':>9} "
+    return "\n".join(
+        [
+            f"N = {options.num_units}, delta = {delta:.3g}, accountant {options.accountant}, add "
+            "or remove one",
+            "",
+            header + f"{'noise':>9} {'TPR':>7}",
+            *(
+                f"{'*' if p.asked else ' '}{p.logical_batch_size:>7} {p.sample_rate:>10.4g} "
+                f"{p.steps:>8} {p.epochs:>8.4g} {p.sigma:>9.6g} "
+                f"{math.ceil(p.epsilon * 1e4) / 1e4:>9.4f} {p.noise_per_unit:>9.3g} "
+                f"{min(100.0, math.ceil(p.sharper_membership_tpr * 1e4) / 100):>5.4g} %"
+                for p in plans
+            ),
+            "",
+            "noise: its standard deviation in the mean gradient, in units of the clipping bound.",
+            "TPR: the most members that a membership test finds at 1 % false alarms.",
+        ]
+    )
+
+
+def _plan(options: argparse.Namespace, delta: float, batch_size: int) -> Plan:
+    from hf_dpmuon.accounting import (
+        SampledGaussian,
+        calibrate_noise_multiplier,
+        compute_epsilon,
+        membership_tpr,
+        num_steps,
+        sharper_membership_tpr,
+    )
+
+    sample_rate = batch_size / options.num_units
+    steps, sigma = options.steps, options.sigma
+    if options.epochs is not None:
+        steps = num_steps(num_epochs=options.epochs, sample_rate=sample_rate)
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps={steps} must be >= 1.")
+    if sigma is not None and not 0 < sigma < math.inf:
+        raise ValueError(f"sigma={sigma} must be a finite number > 0.")
+    if options.epsilon is not None and not 0 < options.epsilon < math.inf:
+        raise ValueError(f"epsilon={options.epsilon} must be a finite number > 0.")
+    if steps is None:
+        steps = _affordable(options, delta, sample_rate)
+    if sigma is None:
+        sigma = calibrate_noise_multiplier(
+            target_epsilon=options.epsilon,
+            target_delta=delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant=options.accountant,
+        )
+    epsilon = compute_epsilon(
+        noise_multiplier=sigma,
+        sample_rate=sample_rate,
+        steps=steps,
+        delta=delta,
+        accountant=options.accountant,
+    )
+    return Plan(
+        logical_batch_size=batch_size,
+        sample_rate=sample_rate,
+        steps=steps,
+        epochs=steps * sample_rate,
+        sigma=sigma,
+        epsilon=epsilon,
+        membership_tpr=membership_tpr(epsilon=epsilon, delta=delta, fpr=FPR),
+        sharper_membership_tpr=sharper_membership_tpr(
+            [SampledGaussian(sigma, sample_rate, steps)],
+            delta=delta,
+            fpr=FPR,
+            accountant=options.accountant,
+        ),
+        noise_per_unit=sigma / batch_size,
+        asked=batch_size == options.logical_batch_size,
+    )
+
+
+def _affordable(options: argparse.Namespace, delta: float, sample_rate: float) -> int:
+    from hf_dpmuon.accounting import affordable_steps, compute_epsilon
+
+    def affordable(limit: int, accountant: str) -> int:
+        return affordable_steps(
+            [],
+            noise_multiplier=options.sigma,
+            sample_rate=sample_rate,
+            target_epsilon=options.epsilon,
+            delta=delta,
+            accountant=accountant,
+            limit=limit,
+        )
+
+    steps = affordable(MOST_STEPS, "rdp")
+    if options.accountant == "prv":  # slower, and never above RDP: search from its answer upwards
+        limit = 2 * steps + 1
+        while (steps := affordable(limit, "prv")) == limit < MOST_STEPS:
+            limit *= 2
+    if steps >= MOST_STEPS:
+        raise ValueError(
+            f"sigma={options.sigma} must be smaller: {MOST_STEPS} steps cost less than "
+            f"epsilon={options.epsilon}."
+        )
+    if steps == 0:
+        one = compute_epsilon(
+            noise_multiplier=options.sigma,
+            sample_rate=sample_rate,
+            steps=1,
+            delta=delta,
+            accountant=options.accountant,
+        )
+        raise ValueError(
+            f"epsilon={options.epsilon} must be at least {one:.4g}, the cost of one step."
+        )
+    return steps
+
+
+def _plot_plans(plans: Sequence[Plan], options: argparse.Namespace) -> None:
+    from hf_dpmuon.metrics import can_plot, save_figure
+
+    if not can_plot():
+        raise ValueError(
+            "--plot needs matplotlib, which must be installed: pip install 'hf-dpmuon[plots]'."
+        )
+    from matplotlib.figure import Figure
+
+    batch_sizes = [plan.logical_batch_size for plan in plans]
+    answer = "epsilon" if options.epsilon is None else "sigma" if options.sigma is None else "steps"
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    for place, name in enumerate((answer, "noise_per_unit"), start=1):
+        axes = figure.add_subplot(1, 2, place)
+        axes.plot(batch_sizes, [asdict(plan)[name] for plan in plans], marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("logical batch size")
+        axes.set_ylabel(LABELS.get(name, name))
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    save_figure(figure, options.plot)
+
+
+# Inspect and card
+
+
+def _inspect(options: argparse.Namespace) -> str:
+    report, ledger = _load(options.path)
+    runs = [] if ledger is None else list(zip(ledger.runs, ledger.draws_per_run, strict=True))
+    if options.json:
+        return _json(
+            {
+                "verified": ledger is not None,
+                "report": report.to_dict(),
+                "runs": [{**asdict(facts), "draws": draws} for facts, draws in runs],
+            }
+        )
+    values = report.to_dict()
+    mechanisms, versions = values.pop("mechanisms"), values.pop("versions")
+    lines = [
+        "Not verifiable: there is no ledger here; these are the numbers as stated."
+        if ledger is None
+        else "Verified: these numbers follow from the ledger.",
+        *([] if report.guarantee else ["NO GUARANTEE: fixed noise, or none."]),
+        "",
+        *(f"{name:<26} {value}" for name, value in values.items() if value is not None),
+        *(
+            f"{'mechanism':<26} sigma {m['noise_multiplier']:g}, q {m['sample_rate']:g}, "
+            f"{m['steps']} draws"
+            for m in mechanisms
+        ),
+        *(
+            f"{f'start {number}':<26} {facts.privacy_unit}, {facts.adjacency}, N "
+            f"{facts.num_units}, delta {facts.delta:g}, {facts.accountant}, {draws} draws"
+            + ("" if facts.guarantee else ", NO GUARANTEE")
+            for number, (facts, draws) in enumerate(runs, start=1)
+        ),
+        f"{'versions':<26} {', '.join(f'{name} {v}' for name, v in versions.items())}",
+    ]
+    return "\n".join(_printable(line, keep="") for line in lines)
+
+
+def _card(options: argparse.Namespace) -> str:
+    from huggingface_hub import ModelCard
+
+    from hf_dpmuon.metrics import write_whole
+    from hf_dpmuon.model_card import PLOT_FILE, build_model_card
+
+    report, ledger = _load(options.path)
+    if ledger is None:
+        warnings.warn("there is no ledger here; the card has the numbers as stated.", stacklevel=1)
+    folder = options.path if options.path.is_dir() else options.path.parent
+    card = build_model_card(
+        report, **_public_facts(folder), has_plot=(folder / PLOT_FILE).is_file()
+    )
+    if options.output is not None:
+        write_whole(options.output, card.encode())
+    metadata = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]
+    if options.json:
+        return _json({"metadata": metadata, "card": card})
+    return card.rstrip("\n") if options.output is None else f"written to {options.output}"
+
+
+def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None]:
+    """The report of a folder, a ledger or a report file; verified where there is a ledger."""
+    from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
+    from hf_dpmuon.model_card import REPORT_FILE, privacy_report, read_report, verify_report
+
+    if path.is_dir():
+        ledger_path, report_path = path / LEDGER_FILE, path / REPORT_FILE
+    elif path.name == REPORT_FILE:
+        ledger_path, report_path = path.with_name(LEDGER_FILE), path
+    else:
+        ledger_path, report_path = path, path.with_name(REPORT_FILE)
+    ledger = PrivacyLedger.load(ledger_path) if ledger_path.is_file() else None
+    stated = read_report(report_path) if report_path.is_file() else None
+    if ledger is not None:
+        return privacy_report(ledger) if stated is None else verify_report(stated, ledger), ledger
+    if stated is None:
+        raise ValueError(
+            f"path={path} must be a folder with {LEDGER_FILE} or {REPORT_FILE}, or such a file."
+        )
+    return stated, None
+
+
+def _public_facts(folder: Path) -> dict[str, Any]:
+    """What the card that lies in the folder, and the model's configuration, say of the model."""
+    from hf_dpmuon.model_card import CARD_FILE, LOADING
+
+    config = _read(folder / "config.json", json.loads)
+    labels = config.get("id2label") or config.get("label_names") or []
+    metadata = _read(folder / CARD_FILE, _metadata)
+    results = metadata.get("eval_results") or []
+    libraries = [name for name in _texts(metadata.get("library_name")) if name in LOADING]
+    datasets = _texts(metadata.get("datasets")) or _texts([r.dataset_name for r in results])
+    return {
+        "base_model": next(iter(_texts(metadata.get("base_model"))), None),
+        "dataset": next(iter(datasets), None),
+        "label_names": _texts(list(labels.values()) if isinstance(labels, dict) else labels),
+        "recipe": {},
+        "metrics": {
+            str(r.metric_name or r.metric_type): r.metric_value
+            for r in results
+            if isinstance(r.metric_value, (int, float))
+        },
+        "library": next(iter(libraries), "transformers"),
+        "license": next(iter(_texts(metadata.get("license"))), None),
+        "model_name": next(iter(_texts(metadata.get("model_name"))), None),
+        "multi_label": config.get("problem_type") == "multi_label_classification",
+    }
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """A file's content, which anybody may have written; empty without the file.
+
+    Raises:
+        ValueError: It does not parse to a mapping.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = parse(path.read_text(encoding="utf-8"))
+        return dict(**content)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"path={path} must be readable and is not ({error}).") from error
+
+
+def _metadata(card: str) -> dict[str, Any]:
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        return vars(ModelCard(card).data)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _texts(value: Any) -> list[str]:
+    return [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str)]
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2, allow_nan=False)
+
+
+def _printable(text: str, *, keep: str) -> str:
+    """The text without control characters, which a report of others could send to a terminal."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda c: c[0] if c[0] in keep else " ", text)
