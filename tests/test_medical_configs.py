@@ -5,6 +5,7 @@ A Hub on loopback serves them to the real clients. The images are noise, and so 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -36,6 +37,7 @@ from hf_dpmuon.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs/medical").glob("*.yaml"))}
+GUIDE = (ROOT / "docs/medical.md").read_text()
 STRING = Value("string")
 FINDINGS = [
     *("No Finding", "Enlarged Cardiomediastinum", "Cardiomegaly", "Lung Opacity", "Lung Lesion"),
@@ -225,7 +227,7 @@ PUBLISHED = {
         },
         unit="lesion",
         classes=tuple(LESIONS),
-        ids=r"ISIC_|HAM_\d|HAM_00",
+        ids=r"ISIC_\d|HAM_\d",
         units=42,
         held_out=True,
     ),
@@ -275,17 +277,19 @@ PUBLISHED = {
 }
 
 
-def write_retina(folder: Path) -> dict[str, bytes]:
-    """The folder that docs/medical.md describes; the same files by name, for a Hub."""
-    eyes = retina_rows(60)
-    images = pictures("retina")
-    files = {f"images/{eye}.png": next(images) for eye, _ in eyes}
-    lines = [f"images/{eye}.png,{eye},{level}" for eye, level in eyes]
-    files["metadata.csv"] = "\n".join(["file_name,eye,level", *lines]).encode()
+def write_retina(home: Path) -> Path:
+    """The folder that docs/medical.md describes, made by the lines that it shows."""
+    folder = home / "data/diabetic-retinopathy"
     (folder / "images").mkdir(parents=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return files
+    images = pictures("retina")
+    for eye, _ in retina_rows(60):
+        picture = Pictures.open(io.BytesIO(next(images)))
+        picture.save(folder / f"images/{eye}.jpeg", quality=95)
+    lines = [f"{eye},{level}" for eye, level in retina_rows(60)]
+    (home / "trainLabels.csv").write_text("\n".join(["image,level", *lines]))
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    subprocess.run([sys.executable, "-c", code], cwd=home, check=True)
+    return folder
 
 
 # ---- what the files say, without running them ----
@@ -346,6 +350,22 @@ def test_a_header_says_what_is_protected_and_what_is_not(name):
 def test_chests_are_not_mirrored(name):
     given = yaml.safe_load(CONFIGS[name].read_text())
     assert given["random_flip"] is (name not in ("chest_xray_pneumonia", "chexpert"))
+
+
+def test_the_class_weights_of_the_guide_follow_from_the_public_counts():
+    counts = re.search(r"in this\norder, are ((?:\d+, )+\d+)", GUIDE)[1].split(", ")
+    skin, chest = (
+        list(map(float, of.split()))
+        for of in re.findall(r"--class_weights ((?:\d+\.\d+ ?)+)", GUIDE)
+    )
+    assert skin == [round(10015 / (7 * int(count)), 2) for count in counts]
+    assert chest == [round(5216 / (2 * count), 2) for count in (1341, 3875)]
+
+
+def test_the_guide_has_a_row_for_each_config():
+    for name, published in PUBLISHED.items():
+        (row,) = [line for line in GUIDE.splitlines() if line.startswith(f"| `{name}` |")]
+        assert row.split("|")[4].split()[0] == published.unit
 
 
 # ---- runs ----
@@ -415,13 +435,14 @@ def without(config: Path, key: str, folder: Path, **added: Any) -> Path:
 def runs(tmp_path_factory) -> dict[str, Run]:
     """All configs, and some of their mistakes, by the real script in one process tree."""
     home = tmp_path_factory.mktemp("medical")
-    retina = home / "retina"
+    retina = write_retina(home)
     asked: dict[str, list[str]] = {}
     with LoopbackHub() as hub:
         for name, published in PUBLISHED.items():
             asked[name] = [f"--config={CONFIGS[name]}"]
             if name == "diabetic_retinopathy":
-                hub.add_dataset("dr-weber/diabetic-retinopathy", write_retina(retina), private=True)
+                files = {str(p.relative_to(retina)): p.read_bytes() for p in files_of(retina)}
+                hub.add_dataset("dr-weber/diabetic-retinopathy", files, private=True)
                 asked[name].append(f"--dataset_name={retina}")
                 asked["retina_on_hub"] = [
                     f"--config={CONFIGS[name]}",
