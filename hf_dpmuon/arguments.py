@@ -649,6 +649,12 @@ class DPTrainingArguments(TrainingArguments):
                 f"ns_bf16=True needs a CUDA device, and this run's is {self.device.type!r}; leave "
                 "it off."
             )
+        elsewhere = [name for name in self.report_to or () if name != "tensorboard"]
+        if self.report_nonprivate_loss and elsewhere:
+            raise ValueError(
+                f"report_nonprivate_loss=True would send raw losses to {', '.join(elsewhere)}; "
+                "leave it off, or set report_to='none'."
+            )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r} is not supported; use bf16."

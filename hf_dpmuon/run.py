@@ -198,7 +198,7 @@ class PrivateRun:
             if args.noise_seed is None
             else args.noise_seed.to_bytes(32, "big")
         )
-        self.noise_key, sampling = self._from_main(self._secrets)
+        self.noise_key, sampling = self.from_main(self._secrets)
         restore_generator(self.sampling_generator, sampling)
 
     def _secrets(self) -> tuple[bytes, dict[str, Any]]:
@@ -234,7 +234,7 @@ class PrivateRun:
             of draws two equal sums (of two empty draws, say) are two releases, not one.
         """
         self._replays = {}
-        self.noise_key, state = self._from_main(
+        self.noise_key, state = self.from_main(
             lambda: (secrets.token_bytes(32), generator_state(secret_generator()))
         )
         return state
@@ -263,20 +263,20 @@ class PrivateRun:
                 not fit this run.
         """
         if checkpoint is not None:
-            restored = self._from_main(lambda: self._restore(checkpoint))
+            restored = self.from_main(lambda: self._restore(checkpoint))
             self.noise_key = restored.noise_key
             self._replays = restored.replays
             restore_generator(self.sampling_generator, restored.sampling)
-        elif self._from_main(lambda: self.ledger is not None):
+        elif self.from_main(lambda: self.ledger is not None):
             # A second run of this trainer: its steps count from 1 again, its draws go on.
             restore_generator(self.sampling_generator, self.draw_afresh())
         else:
-            self._from_main(self._check_folder_is_new)
-        self.remaining = self._from_main(self._count_remaining)
+            self.from_main(self._check_folder_is_new)
+        self.remaining = self.from_main(self._count_remaining)
 
     def open(self) -> None:
         """Start the ledger's record of this run; nothing was written before."""
-        self._from_main(self._open)
+        self.from_main(self._open)
 
     def _open(self) -> None:
         if self.ledger is None:
@@ -411,7 +411,7 @@ class PrivateRun:
         }
         write_json(checkpoint / STATE_FILE, state, secret=True)
 
-    def _from_main(self, make: Callable[[], T]) -> T:
+    def from_main(self, make: Callable[[], T]) -> T:
         """Run in the main process; hand its result, or its refusal, to all processes."""
         outcome: list[Any] = [None, None]
         if self._is_main:

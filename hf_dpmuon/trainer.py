@@ -77,8 +77,6 @@ logger = logging.getLogger(__name__)
 
 FILTER_FILE = "gradient_filter.pt"
 STAGING = ".incomplete-checkpoint"
-REPORT_FILE = "privacy_report.json"
-CARD_FILE = "README.md"
 CONFUSION_FILE = "confusion.png"
 # Of what grad_sample_mode="auto" measures: kernels take storage of their own.
 MEMORY_MARGIN = 1.2
@@ -913,7 +911,7 @@ class DPTrainer(Trainer):
                 self.processing_class.save_pretrained(folder)
         if self.ledger is not None and len(self.ledger) > 0:
             report = model_card.privacy_report(self.ledger)
-            write_json(folder / REPORT_FILE, report.to_dict())
+            write_json(folder / hub.REPORT_FILE, report.to_dict())
             self._write_card(report, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -958,7 +956,7 @@ class DPTrainer(Trainer):
             metrics_public=args.public_eval_split,
             has_plot=has_plot,
         )
-        (folder / CARD_FILE).write_text(card, encoding="utf-8")
+        (folder / hub.CARD_FILE).write_text(card, encoding="utf-8")
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.folder / STAGING) if self._staging else str(self.run.folder)
@@ -1019,7 +1017,7 @@ class DPTrainer(Trainer):
         Raises:
             ValueError: If it is public but should not be, or cannot be reached or written.
         """
-        self.hub_model_id = self.run._from_main(
+        self.hub_model_id = self.run.from_main(
             lambda: hub.prepare_repository(
                 self._repository, **self._hub_settings(token, private, None)
             )
@@ -1069,7 +1067,7 @@ class DPTrainer(Trainer):
             )
             return str(commits[0].repo_url.repo_id)
 
-        self.hub_model_id = self.run._from_main(push)
+        self.hub_model_id = self.run.from_main(push)
         return commits[0] if commits else None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

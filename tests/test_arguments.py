@@ -64,6 +64,7 @@ REFUSED = [
         "public_eval_split",
     ),
     ({"save_strategy": "best", "metric_for_best_model": "accuracy"}, "public_eval_split"),
+    ({"report_nonprivate_loss": True, "report_to": ["wandb"]}, "send raw losses to wandb"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "public_eval_split"),
 ]
 
