@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -35,6 +36,13 @@ __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_argu
 # DP-Muon-S steps in the units of DP-SGD.
 LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
 ACCOUNTANTS = ("rdp", "prv")
+# Of which one says what the other would.
+ALTERNATIVES = (
+    ("target_epsilon", "noise_multiplier"),
+    ("max_steps", "num_train_epochs"),
+    ("eval_split", "eval_fraction"),
+    ("label_column", "label_columns"),
+)
 DP_FILTERS = ("none", "doppler", "disk")
 
 
@@ -666,6 +674,9 @@ def parse_arguments(
 ) -> tuple[ModelArguments, DataArguments, DPTrainingArguments]:
     """Read ``--config FILE.yaml`` and the command line; the command line wins.
 
+    An option on the command line also drops its alternative from the file: ``--eval_split`` the
+    file's ``eval_fraction``, say.
+
     Args:
         argv: Arguments without the program's name; the process's own if None.
 
@@ -690,7 +701,13 @@ def parse_arguments(
     config_only.add_argument("--config")
     path = config_only.parse_known_args(argv)[0].config
     if path is not None:
-        parser.set_defaults(**_read_config(Path(path), known))
+        values = _read_config(Path(path), known)
+        words = sys.argv[1:] if argv is None else argv
+        said = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+        for name, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+            if name in said and other not in said:
+                values.pop(other, None)
+        parser.set_defaults(**values)
     try:
         _, unknown = parser.parse_known_args(argv)
         if unknown:

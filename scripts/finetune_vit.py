@@ -39,6 +39,9 @@ from hf_dpmuon.data import (
 from hf_dpmuon.models import LoadedModel, load_model
 from hf_dpmuon.trainer import DPTrainer
 
+# One AUROC for each label, where there are several.
+METRICS_SHOWN = ("eval_accuracy", "eval_balanced", "eval_f1", "eval_auroc", "eval_expected")
+
 logger = logging.getLogger("finetune_vit")
 
 
@@ -122,9 +125,9 @@ def finetune(
     metrics = trainer.evaluate() if eval_examples is not None else {}
     trainer.save_state()
     trainer.plot_confusion()
-    for name in ("accuracy", "balanced_accuracy", "auroc", "f1"):
-        if f"eval_{name}" in metrics:
-            say(f"test {name.replace('_', ' ')}  {metrics[f'eval_{name}']:.4f}")
+    for name, value in metrics.items():
+        if name.startswith(METRICS_SHOWN):
+            say(f"test {name.removeprefix('eval_').replace('_', ' ')}  {value:.4f}")
     say(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
     trainer.save_model()  # and pushes it under --push_to_hub
     say(f"saved in       {args.output_dir}")

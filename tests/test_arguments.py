@@ -197,3 +197,30 @@ def test_a_wrong_choice_in_data_arguments_is_refused():
 def test_shipped_configs_are_accepted(path):
     _, _, args = parse_arguments(["--config", str(path), "--use_cpu"])
     assert args.target_epsilon is not None
+
+
+@pytest.mark.parametrize(
+    ("in_file", "option", "dropped"),
+    [
+        ("eval_fraction: 0.2", "--eval_split=test", "eval_fraction"),
+        ("eval_split: test", "--eval_fraction=0.2", "eval_split"),
+        ("noise_multiplier: 1.0", "--target_epsilon=3", "noise_multiplier"),
+        ("label_column: dx", "--label_columns=edema", "label_column"),
+    ],
+)
+def test_an_option_drops_its_alternative_from_the_file(tmp_path, in_file, option, dropped):
+    config = tmp_path / "run.yaml"
+    rest = "" if "noise" in in_file else "target_epsilon: 8\n"
+    config.write_text(f"{rest}{in_file}\nuse_cpu: true\noutput_dir: {tmp_path}\n")
+    groups = parse_arguments([f"--config={config}", option])
+    name = option[2:].split("=")[0]
+    values = {key: value for group in groups for key, value in vars(group).items()}
+    assert values[dropped] is None
+    assert values[name] is not None
+
+
+def test_epochs_on_the_command_line_are_not_overruled_by_steps_in_the_file(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(f"target_epsilon: 8\nmax_steps: 60\nuse_cpu: true\noutput_dir: {tmp_path}\n")
+    *_, args = parse_arguments([f"--config={config}", "--num_train_epochs=5"])
+    assert (args.max_steps, args.num_train_epochs) == (-1, 5)

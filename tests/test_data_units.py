@@ -288,3 +288,33 @@ def test_a_pattern_without_a_column_is_refused(tmp_path: Path) -> None:
     folder = cohort(tmp_path / "x", train=PATHS)
     with pytest.raises(ValueError, match="needs a privacy_unit_column to look in"):
         load_image_dataset(str(folder), privacy_unit_pattern="(?P<patient>p)")
+
+
+def test_patients_that_repeat_within_a_path_are_pointed_out_with_a_pattern_that_works(
+    tmp_path: Path,
+) -> None:
+    paths = [f"set/train/patient{i:05d}/study{j}/view1.jpg" for i, j in ((7, 1), (8, 1), (7, 2))]
+    labels = ["ill", "well", "ill"]
+    folder = parquet(
+        tmp_path / "x",
+        train=table(labels, Path=paths),
+        test=table(labels[:2], Path=[paths[0], "set/patient00009/study1/view1.jpg"]),
+    )
+    splits = load_image_dataset(str(folder))
+    found = splits.repeated_unit
+    assert found is not None
+    assert (found.column, found.name, found.largest) == ("Path", "patient", 2)
+    notes = " ".join(splits.notes)
+    assert f"--privacy_unit_column Path --privacy_unit_pattern '{found.pattern}'" in notes
+    assert "1 of 2 evaluation images share their patient" in notes
+    assert "00007" not in notes
+    with pytest.raises(ValueError, match="1 units are in the train and the evaluation split"):
+        load_image_dataset(
+            str(folder), privacy_unit_column="Path", privacy_unit_pattern=found.pattern
+        )
+
+
+def test_words_that_look_like_no_id_are_no_units(tmp_path: Path) -> None:
+    notes = ["patient was calm", "patient 7 was calm", "patient 7 was calm"]
+    folder = parquet(tmp_path / "x", train=table(["a", "b", "a"], report=notes))
+    assert load_image_dataset(str(folder)).repeated_unit is None

@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 # What has ids in medical tables, the person first.
+PERSONS = ("patient", "person", "subject", "participant", "individual")
 UNIT_NAMES = (
-    *("patient", "person", "subject", "participant", "individual"),
+    *PERSONS,
     *("case", "study", "exam", "lesion", "eye"),
 )
 ID_SUFFIXES = ("id", "ids", "uid", "no", "nr", "num", "number", "key", "code")
@@ -47,11 +48,13 @@ class RepeatedUnit:
         column: Name of the column.
         name: What a unit is, such as "patient".
         largest: Training images of the unit that has most of them.
+        pattern: Where the ids are part of a longer text: what finds them.
     """
 
     column: str
     name: str
     largest: int
+    pattern: str | None = None
 
 
 def unit_name(column: str) -> str:
@@ -138,7 +141,10 @@ def group_rows(
 def find_repeated_unit(
     train: "datasets.Dataset", *, other_columns: Sequence[str]
 ) -> RepeatedUnit | None:
-    """Return the first column of ids that repeat themselves, a person's before a lesion's."""
+    """Return the first column of ids that repeat themselves, a person's before a lesion's.
+
+    Ids that stand in a longer text, such as a path, are looked for last.
+    """
     names = {
         column: unit_name(column)
         for column in train.column_names
@@ -150,6 +156,16 @@ def find_repeated_unit(
             largest = max(counts.values(), default=0)
             if largest > 1:
                 return RepeatedUnit(column, names[column], largest)
+    for column in train.column_names:
+        if column not in other_columns and _kind(train, column) == "text":
+            texts = _stripped(train, column)
+            for name in PERSONS:
+                pattern = f"(?i)(?P<{name}>{name}[-_ ]?[0-9]+)"
+                within = re.compile(pattern)
+                counts = Counter(part for text in texts if (part := _part(within, text)))
+                largest = max(counts.values(), default=0)
+                if largest > 1 and counts.total() == len(texts):
+                    return RepeatedUnit(column, name, largest, pattern)
     return None
 
 
@@ -161,15 +177,21 @@ def repeated_unit_notes(
     """Return what is not protected, and not measured well, as long as units are single rows."""
     if repeated is None:
         return []
-    column, name = repeated.column, repeated.name
+    column, name, pattern = repeated.column, repeated.name, repeated.pattern
+    how = f"--privacy_unit_column {column}"
+    if pattern is not None:
+        how += f" --privacy_unit_pattern '{pattern}'"
     notes = [
         f"the column {column!r} repeats itself, up to {repeated.largest} training images per "
         f"{name}, but each image is protected alone; to protect each {name}, set "
-        f"--privacy_unit_column {column}"
+        f"{how}"
     ]
     if evaluation is not None and column in evaluation.column_names and _kind(evaluation, column):
-        known = {i for i in _stripped(train, column) if not _is_missing(i)}
-        shared = sum(i in known for i in _stripped(evaluation, column))
+        owners = [_stripped(split, column) for split in (train, evaluation)]
+        if pattern is not None:
+            owners = [[_part(re.compile(pattern), i) for i in of_split] for of_split in owners]
+        known = {i for i in owners[0] if not _is_missing(i)}
+        shared = sum(i in known for i in owners[1])
         if shared:
             notes.append(
                 f"{shared} of {len(evaluation)} evaluation images share their {name} with training "
