@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         SampledGaussian,
         calibrate_noise_multiplier,
         compute_epsilon,
+        group_epsilon,
+        membership_tpr,
         num_steps,
     )
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
@@ -31,7 +33,13 @@ if TYPE_CHECKING:
     from hf_dpmuon.hub import push_folder
     from hf_dpmuon.ledger import PrivacyLedger
     from hf_dpmuon.mechanism import GaussianMechanism
-    from hf_dpmuon.model_card import build_model_card, privacy_report
+    from hf_dpmuon.metrics import build_metrics, plot_confusion
+    from hf_dpmuon.model_card import (
+        build_model_card,
+        plot_epsilon,
+        privacy_report,
+        read_report,
+    )
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
@@ -48,6 +56,8 @@ _ROOMS = {
         "SampledGaussian",
         "calibrate_noise_multiplier",
         "compute_epsilon",
+        "group_epsilon",
+        "membership_tpr",
         "num_steps",
     ),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
@@ -62,7 +72,8 @@ _ROOMS = {
     "hub": ("push_folder",),
     "ledger": ("PrivacyLedger",),
     "mechanism": ("GaussianMechanism",),
-    "model_card": ("build_model_card", "privacy_report"),
+    "metrics": ("build_metrics", "plot_confusion"),
+    "model_card": ("build_model_card", "plot_epsilon", "privacy_report", "read_report"),
     "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
     "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD", "KnownNoise", "create_optimizer"),
     "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler", "PrivacyUnits"),
@@ -95,20 +106,26 @@ __all__ = [
     "PrivacyLedger",
     "PrivacyUnits",
     "SampledGaussian",
+    "build_metrics",
     "build_model_card",
     "build_transforms",
     "calibrate_noise_multiplier",
     "class_weights",
     "compute_epsilon",
     "create_optimizer",
+    "group_epsilon",
     "load_image_dataset",
     "load_model",
+    "membership_tpr",
     "newton_schulz",
     "num_steps",
     "parameter_roles",
+    "plot_confusion",
+    "plot_epsilon",
     "polar_factor",
     "privacy_report",
     "push_folder",
+    "read_report",
     "save_model",
     "shrink_singular_values",
     "signal_to_noise",

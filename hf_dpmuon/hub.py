@@ -32,12 +32,12 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import safe_open
 
+from hf_dpmuon.model_card import CARD_FILE, PLOT_FILE, REPORT_FILE
+
 __all__ = ["PUSHED_FILES", "PublicRepositoryError", "prepare_repository", "push_folder"]
 
 logger = logging.getLogger(__name__)
 
-REPORT_FILE = "privacy_report.json"
-CARD_FILE = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -50,7 +50,7 @@ PUSHED_FILES = {
     "preprocessor_config.json": "how images are prepared",
     CARD_FILE: "the card, from the ledger and public facts",
     REPORT_FILE: "the privacy statement for machines",
-    "epsilon.png": "the plot of epsilon against steps",
+    PLOT_FILE: "the plot of epsilon against steps",
 }
 # Class names are public, and may look like anything.
 LABEL_KEYS = ("id2label", "label2id", "label_names")

@@ -27,7 +27,7 @@ from accelerate.utils import broadcast_object_list
 from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import RepeatedUnit
-from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
 from hf_dpmuon.sampling import generator_state, restore_generator, secret_generator
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS
@@ -36,7 +36,6 @@ __all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
 
 logger = logging.getLogger(__name__)
 
-LEDGER_FILE = "privacy_ledger.jsonl"
 STATE_FILE = "privacy_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"

@@ -911,7 +911,7 @@ class DPTrainer(Trainer):
                 self.processing_class.save_pretrained(folder)
         if self.ledger is not None and len(self.ledger) > 0:
             report = model_card.privacy_report(self.ledger)
-            write_json(folder / hub.REPORT_FILE, report.to_dict())
+            write_json(folder / model_card.REPORT_FILE, report.to_dict())
             self._write_card(report, folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -955,8 +955,9 @@ class DPTrainer(Trainer):
             multi_label=self.multi_label,
             metrics_public=args.public_eval_split,
             has_plot=has_plot,
+            model_name=self.hub_model_id and self.hub_model_id.split("/")[-1],
         )
-        (folder / hub.CARD_FILE).write_text(card, encoding="utf-8")
+        (folder / model_card.CARD_FILE).write_text(card, encoding="utf-8")
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.run.folder / STAGING) if self._staging else str(self.run.folder)

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_dpmuon import ledger as ledger_room
-from hf_dpmuon import model_card, run, trainer
 from hf_dpmuon.accounting import (
     SampledGaussian,
     calibrate_noise_multiplier,
@@ -476,12 +474,3 @@ def test_strange_metadata_is_left_out(folder, capsys, metadata):
     (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
     card = text("card", folder, capsys=capsys)
     assert "a local model, fine-tuned on a local data set" in card
-
-
-# Names
-
-
-def test_files_are_called_what_the_trainer_calls_them():
-    assert ledger_room.LEDGER_FILE == run.LEDGER_FILE
-    assert model_card.REPORT_FILE == trainer.REPORT_FILE
-    assert model_card.CARD_FILE == trainer.CARD_FILE
