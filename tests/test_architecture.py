@@ -33,6 +33,7 @@ ROOMS = [
     "hub",
     "arguments",
     "run",
+    "callbacks",
     "trainer",
     "cli",
 ]
