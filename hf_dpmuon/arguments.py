@@ -21,6 +21,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
@@ -657,6 +658,13 @@ class DPTrainingArguments(TrainingArguments):
                 f"ns_bf16=True needs a CUDA device, and this run's is {self.device.type!r}; leave "
                 "it off."
             )
+        available = get_available_reporting_integrations()
+        absent = [name for name in self.report_to or () if name not in available]
+        if absent:
+            raise ValueError(
+                f"report_to={absent[0]!r} is not installed; install it, or set report_to to one of "
+                f"none, {', '.join(available)}."
+            )
         elsewhere = [name for name in self.report_to or () if name != "tensorboard"]
         if self.report_nonprivate_loss and elsewhere:
             raise ValueError(
@@ -718,6 +726,11 @@ def parse_arguments(
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from error
     model, data, training = groups
+    if data.eval_fraction is not None and training.public_eval_split:
+        raise ValueError(
+            f"public_eval_split=True declares public data, but eval_fraction={data.eval_fraction} "
+            "holds out private rows of the training split; set one of the two."
+        )
     return model, data, training
 
 

@@ -12,6 +12,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -153,6 +154,7 @@ class PrivateRun:
         num_units: N.
         privacy_unit: What a unit is, for the report.
         max_examples_per_unit: Most rows of a drawn unit in a step, where a unit has several.
+        partition: Which rows belong together, as bytes; empty where each row is a unit.
         repeated_unit: Ids that several rows share although each row is a unit, for the report.
 
     Attributes:
@@ -170,6 +172,7 @@ class PrivateRun:
         num_units: int,
         privacy_unit: str,
         max_examples_per_unit: int | None = None,
+        partition: bytes = b"",
         repeated_unit: RepeatedUnit | None = None,
     ) -> None:
         assert args.output_dir is not None
@@ -178,6 +181,7 @@ class PrivateRun:
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps
         self._args = args
+        self._partition = partition
         self._is_main = args.process_index == 0
         self._facts = RunFacts(
             delta=self.plan.delta,
@@ -317,6 +321,11 @@ class PrivateRun:
                 f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
                 f"the data now has {self.plan.num_units}; resume with the same data."
             )
+        if state["partition"] != self._partition_digest(state["noise_key"]):
+            raise ValueError(
+                f"checkpoint {checkpoint} was trained on other privacy units than this data has; "
+                "resume with the same data and privacy_unit_column."
+            )
         self._check_settings(checkpoint, state["settings"])
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
         unit = at_checkpoint.runs[-1].privacy_unit
@@ -404,11 +413,16 @@ class PrivateRun:
             "num_units": self.plan.num_units,
             "settings": self._settings(),
             "noise_key": self.noise_key.hex(),
+            "partition": self._partition_digest(self.noise_key.hex()),
             "sampling": sampling_state,
             # A run that is repeating an interrupted one has not reached the end of its ledger.
             "replays": [asdict(e) for number, e in self._replays.items() if number > step],
         }
         write_json(checkpoint / STATE_FILE, state, secret=True)
+
+    def _partition_digest(self, key: str) -> str:
+        """Keyed, so that it tells nobody else whose rows belong together."""
+        return hmac.new(bytes.fromhex(key), self._partition, "sha256").hexdigest()
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Run in the main process; hand its result, or its refusal, to all processes."""

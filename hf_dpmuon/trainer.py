@@ -13,21 +13,23 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DynamoBackend, broadcast, gather_object
 from huggingface_hub import CommitInfo
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -50,6 +52,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from hf_dpmuon import hub, model_card
 from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.batches import LogicalBatches, RowWise, SeededRows, seeded_globals
 from hf_dpmuon.callbacks import (
     BudgetSpentError,
     Interrupt,
@@ -65,6 +68,7 @@ from hf_dpmuon.grad_sample import (
     free_bytes,
     peak_bytes,
     verify_per_sample_gradients,
+    verify_row_losses,
 )
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.mechanism import GaussianMechanism
@@ -72,7 +76,13 @@ from hf_dpmuon.metrics import build_metrics, plot_confusion
 from hf_dpmuon.models import LoadedModel, save_model, validate_model
 from hf_dpmuon.optim import KnownNoise, create_optimizer, routing_table
 from hf_dpmuon.run import PrivacyPlan, PrivateRun, write_json
-from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
+from hf_dpmuon.sampling import (
+    LogicalBatch,
+    LogicalBatchLoader,
+    PoissonSampler,
+    PrivacyUnits,
+    keyed_generator,
+)
 
 __all__ = ["DPTrainer"]
 
@@ -81,49 +91,17 @@ logger = logging.getLogger(__name__)
 FILTER_FILE = "gradient_filter.pt"
 STAGING = ".incomplete-checkpoint"
 CONFUSION_FILE = "confusion.png"
+MOST_ROWS_TRIED = 256  # when a loss is verified
 # Of what grad_sample_mode="auto" measures: kernels take storage of their own.
 MEMORY_MARGIN = 1.2
 # Sums, noise, gradients, and two of the optimizer, each as large as all trainable parameters.
 LASTING_COPIES = 5
+# Of the Hub, timm or this package.
+PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # As the paper names its methods: DP-SGD, DOPPLER-Muon.
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
-
-
-class _RowsOnly(Dataset[Any]):
-    """A dataset that knows nothing of augmentation seeds, indexed by (row, seed)."""
-
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.dataset[key[0]]
-
-
-class _LogicalBatches(Dataset[LogicalBatch]):
-    """The stream of draws as a map-style dataset, as the base class's loop wants it.
-
-    When the base class "skips" batches to resume, it skips these indices and no draws: the draws
-    go on from the restored generator.
-    """
-
-    def __init__(self, loader: LogicalBatchLoader) -> None:
-        self.loader = loader
-        self._batches: Iterator[LogicalBatch] = iter(())
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getitem__(self, index: int) -> LogicalBatch:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-            return next(self._batches)
 
 
 class DPTrainer(Trainer):
@@ -210,6 +188,12 @@ class DPTrainer(Trainer):
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
+        held_out = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        if any(_share_rows(one, train_dataset) for one in held_out):
+            raise ValueError(
+                "eval_dataset holds rows of train_dataset, whose un-noised metrics would be "
+                "published with the model; evaluate on data that is not trained on."
+            )
         if repeated_unit is not None and units is not None:
             raise ValueError("units and repeated_unit are both set; give the one that applies.")
         validate_model(module)
@@ -226,6 +210,7 @@ class DPTrainer(Trainer):
             num_units=len(train_dataset) if units is None else len(units),
             privacy_unit="image" if units is None else units.name,
             max_examples_per_unit=None if units is None else max_examples_per_unit,
+            partition=b"" if units is None else _partition_bytes(units),
             repeated_unit=repeated_unit,
         )
         self.base_model = _public_name(base_model)
@@ -248,11 +233,7 @@ class DPTrainer(Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        if not args.public_eval_split and self.pop_callback(EarlyStoppingCallback) is not None:
-            raise ValueError(
-                "EarlyStoppingCallback lets the evaluation split choose the released model at no "
-                "counted cost; set public_eval_split=True if that split is public data."
-            )
+        self._check_callbacks()
         if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "the launcher's dynamo_backend compiles the model, which bypasses the engine of "
@@ -295,11 +276,8 @@ class DPTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Logical batches, each a Poisson draw that yields its physical batches when iterated."""
-        dataset = self.train_dataset
-        if not isinstance(dataset, ImageExamples):
-            dataset = _RowsOnly(dataset)
         self._batches = LogicalBatchLoader(
-            dataset,
+            SeededRows(self.train_dataset),
             sampler=PoissonSampler(
                 self.plan.num_units,
                 sample_rate=self.plan.sample_rate,
@@ -317,7 +295,7 @@ class DPTrainer(Trainer):
             world_size=self.args.world_size,
         )
         return DataLoader(
-            _LogicalBatches(self._batches),
+            LogicalBatches(self._batches),
             batch_size=1,
             collate_fn=_only,
             generator=torch.Generator(),  # else each epoch takes a seed from the global generator
@@ -325,7 +303,7 @@ class DPTrainer(Trainer):
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of privacy units for training data, of examples otherwise."""
-        if isinstance(dataloader.dataset, _LogicalBatches):
+        if isinstance(dataloader.dataset, LogicalBatches):
             return self.plan.num_units
         count: int = super().num_examples(dataloader)
         return count
@@ -385,6 +363,14 @@ class DPTrainer(Trainer):
             scheduler.step()
         return scheduler
 
+    def _check_callbacks(self) -> None:
+        stops = any(isinstance(c, EarlyStoppingCallback) for c in self.callback_handler.callbacks)
+        if stops and not self.args.public_eval_split:
+            raise ValueError(
+                "EarlyStoppingCallback lets the evaluation split choose the released model at no "
+                "counted cost; set public_eval_split=True if that split is public data."
+            )
+
     def _checked_class_weights(self, weights: Sequence[float] | None) -> Tensor | None:
         if self.multi_label and self.args.label_smoothing_factor != 0:
             raise ValueError(
@@ -414,7 +400,7 @@ class DPTrainer(Trainer):
         if sorted(held) != sorted(names):
             missing = [name for key, name in names.items() if key not in held]
             raise ValueError(
-                "optimizers[0] must hold each trainable parameter of the model exactly once; "
+                "the optimizer must hold each trainable parameter of the model exactly once; "
                 f"missing: {', '.join(missing) or 'none'}; not of this model or repeated: "
                 f"{len(held) - len(names) + len(missing)}. Build it after the model is final."
             )
@@ -430,7 +416,6 @@ class DPTrainer(Trainer):
             broadcast(tensor)
         prepared.train()
         engine = self._build_engine(prepared)
-        self._check_per_sample_gradients(engine)
         self._mechanism = GaussianMechanism(
             engine,
             noise_multiplier=self.plan.noise_multiplier,
@@ -450,6 +435,8 @@ class DPTrainer(Trainer):
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
+        assert self.optimizer is not None
+        self._check_optimizer(self.optimizer)
         # Only now: whatever refuses to train has refused, and nothing was written.
         self.run.open()
         assert self._mechanism is not None
@@ -478,6 +465,8 @@ class DPTrainer(Trainer):
         mechanism = self._mechanism
         assert mechanism is not None
         step = self.state.global_step + 1
+        assert self.optimizer is not None
+        self._check_optimizer(self.optimizer)  # a callback may have added to it
         if not self.run.may_take(step):
             raise BudgetSpentError("the privacy budget is spent")
         loss = self._sum_draw(model, mechanism, inputs)
@@ -509,17 +498,22 @@ class DPTrainer(Trainer):
         mechanism.begin()
         loss_sum, rows = 0.0, 0
         points = self._filter.query_points()
-        for physical_batch in draw:
+        for index, physical_batch in enumerate(draw):
             batch = self._prepare_inputs(physical_batch.inputs)
-            size = len(batch["labels"])
+            labels, size = batch["labels"], len(batch["labels"])
+            if not labels.is_floating_point() and bool((labels < 0).any()):
+                raise ValueError(
+                    "train_dataset has labels below 0, such as -100 for a row to be ignored; "
+                    "remove these rows, since a mean over the other rows would couple them."
+                )
+            seed = self._dropout_seed(index)
             if physical_batch.unit_of_row is not None:
                 unit_of_row = physical_batch.unit_of_row.to(self.args.device)
                 mechanism.module.set_units(unit_of_row, physical_batch.num_units, reduction="mean")
             for point in points:
                 is_last = point is points[-1]
                 # Every evaluation of a sample sees the same dropout.
-                forked = nullcontext() if is_last else torch.random.fork_rng()
-                with moved_to(self._filtered, point), forked:
+                with moved_to(self._filtered, point), seeded_globals(seed, devices=self._devices):
                     with self.compute_loss_context_manager():
                         loss = self.compute_loss(model, batch)
                     # the engine wants the sum over samples, not their mean
@@ -529,6 +523,21 @@ class DPTrainer(Trainer):
             if self.args.report_nonprivate_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
         return loss_sum / max(rows, 1)
+
+    def _dropout_seed(self, index: int) -> int:
+        """A secret seed for what the model draws in a physical batch; the same in a replay.
+
+        Under a public seed, one more row would move the masks of all that come after it, and with
+        them the sum by more than its own clipped gradient.
+        """
+        step = f"dropout {self.state.global_step} {self.args.process_index} {index}"
+        return int(keyed_generator(self.run.noise_key, step.encode()).integers(2**63))
+
+    @property
+    def _devices(self) -> list[int]:
+        """The CUDA device of this process, if it has one."""
+        device = self.args.device
+        return [device.index or 0] if device.type == "cuda" else []
 
     def compute_loss(
         self,
@@ -581,12 +590,15 @@ class DPTrainer(Trainer):
         return self.args.loss_scale
 
     def _build_engine(self, model: nn.Module) -> PerSampleEngine:
-        """Wrap the model in the engine that is asked for, or for which there is memory."""
-        passes = self._filter.evaluations
-        if self.args.grad_sample_mode != "auto":
-            return ENGINES[self.args.grad_sample_mode](model, passes=passes)
-        engine = ENGINES["bookkeeping"](model, passes=passes)
-        if passes > 1:  # ghost takes one only
+        """Wrap the model in the engine that is asked for, or for which there is memory; verify it.
+
+        The trial that tells of memory comes after verification, which refuses models that a
+        forward pass changes.
+        """
+        passes, mode = self._filter.evaluations, self.args.grad_sample_mode
+        engine = ENGINES["bookkeeping" if mode == "auto" else mode](model, passes=passes)
+        self._check_per_sample_gradients(engine)
+        if mode != "auto" or passes > 1:  # ghost takes one pass only
             return engine
         needed, free = self._bytes_of_a_step(engine), free_bytes(self.args.device)
         if self.args.device.type == "cpu":
@@ -602,14 +614,28 @@ class DPTrainer(Trainer):
         if fits:
             return engine
         engine.to_standard_module()
-        return ENGINES[mode](model, passes=passes)
+        engine = ENGINES[mode](model, passes=passes)
+        self._check_per_sample_gradients(engine)
+        return engine
 
     def _bytes_of_a_step(self, engine: PerSampleEngine) -> int:
-        """Estimate the peak of a physical batch from two small ones, and all that outlives it."""
+        """Estimate the peak of a physical batch from three small ones, and all that outlives it.
+
+        Each has one unit of most rows and others of fewest, which takes most memory: engines give
+        all units the room of the largest.
+        """
+        fewest = self.args.augmentation_multiplicity
+        most = fewest * self._most_examples
         sums = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
 
-        def step(size: int) -> None:
+        def step(small_units: int) -> None:
+            rows_per_unit = torch.tensor([most] + [fewest] * small_units)
+            size = int(rows_per_unit.sum())
             batch = self._prepare_inputs(self.data_collator(self._noise_rows([0, 1] * size)[:size]))
+            if most > 1:
+                units = torch.arange(small_units + 1).repeat_interleave(rows_per_unit)
+                units = units.to(self.args.device)
+                engine.set_units(units, small_units + 1, reduction="mean")
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(engine, batch)
             (loss * (size * self._loss_scale)).backward()
@@ -617,12 +643,19 @@ class DPTrainer(Trainer):
             engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
             engine.discard()
 
+        counts = (1, 3, 5)
         with torch.random.fork_rng():  # dropout
-            two, four = peak_bytes(partial(step, 2)), peak_bytes(partial(step, 4))
-        per_row = (four - two) / 2
-        peak = two + per_row * (self.args.per_device_train_batch_size - 2)
+            peaks = [peak_bytes(partial(step, count)) for count in counts]
+        curve = np.polyfit(counts, peaks, 2)
+        curve[0] = max(curve[0], 0.0)
+        small_units = max(0, (self.args.per_device_train_batch_size - most) // fewest)
         lasting = LASTING_COPIES * sum(total.nbytes for total in sums.values())
-        return int(MEMORY_MARGIN * peak) + lasting
+        return int(MEMORY_MARGIN * np.polyval(curve, small_units)) + lasting
+
+    @property
+    def _most_examples(self) -> int:
+        """Most rows of a unit that a step uses, before they are augmented."""
+        return 1 if self.units is None else min(self.units.largest, self.max_examples_per_unit)
 
     def _noise_rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
         """Rows of noise with the shapes of the training data, for trials that touch none of it."""
@@ -640,6 +673,17 @@ class DPTrainer(Trainer):
             return self.compute_loss(model, batch) * size, size
 
         verify_per_sample_gradients(engine, summed_loss)
+
+        count = min(self.args.per_device_train_batch_size, MOST_ROWS_TRIED)
+        batch = self._prepare_inputs(self.data_collator(self._noise_rows([0] * count)))
+
+        def mean_loss(model: nn.Module, rows: slice, labels: Tensor) -> Tensor:
+            chosen = {name: t[rows] for name, t in batch.items()}
+            loss: Tensor = self.compute_loss(model, {**chosen, "labels": labels})
+            return loss
+
+        kinds = _kinds_of_labels(batch["labels"], classes=len(self._label_names()))
+        verify_row_losses(engine, mean_loss, labels=kinds)
 
     # ---- ledger, budget, resume ----
 
@@ -666,6 +710,8 @@ class DPTrainer(Trainer):
         """
         if trial is not None:
             raise ValueError("trial must be None: the cost of a search would not be counted.")
+        self._check_callbacks()  # one may have been added since
+        self.eval_metrics, self._last_prediction = {}, None  # of another model
         self._recover_replaced_checkpoint()
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         self.run.prepare(checkpoint)
@@ -792,20 +838,34 @@ class DPTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as ``Trainer`` does, and keep the metrics for the card.
+        """Evaluate as ``Trainer`` does, and keep the metrics of ``eval_dataset`` for the card.
 
-        Training goes on after it as if it had not been: the global generators are left alone.
+        Metrics of another data set, which may be private, stay out of it. Training goes on as if
+        this had not been: the global generators are left alone.
         """
+        kept = self._last_prediction
         with torch.random.fork_rng():
             metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        asked = args[0] if args else kwargs.get("eval_dataset")
+        if not (asked is None or asked is self.eval_dataset or isinstance(asked, str)):
+            self._last_prediction = kept
+            return metrics
         self.eval_metrics = {
             name.removeprefix("eval_"): float(value)
             for name, value in metrics.items()
             if name.startswith("eval_")
-            and not name.endswith(("runtime", "_per_second"))
+            and not name.endswith(("runtime", "_per_second", "_time"))
             and isinstance(value, (int, float))
         }
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as ``Trainer`` does; the picture of confusions stays that of the evaluation."""
+        kept = self._last_prediction
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._last_prediction = kept
 
     def _compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         self._last_prediction = prediction
@@ -928,6 +988,8 @@ class DPTrainer(Trainer):
         """Add what the base class does not know of."""
         assert self._batches is not None
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        for path in folder.glob("rng_state*.pth"):
+            path.chmod(0o600)
         if self.args.dp_filter != "none":
             torch.save(self._filter.state_dict(), folder / FILTER_FILE)
         self.run.save(
@@ -1059,6 +1121,10 @@ def _check_units(
         )
 
 
+def _partition_bytes(units: PrivacyUnits) -> bytes:
+    return b"".join(len(rows).to_bytes(8, "big") + rows.tobytes() for rows in units.rows_of_unit)
+
+
 def _masked_binary_cross_entropy(
     logits: Tensor, labels: Tensor, *, positive_weights: Tensor | None
 ) -> Tensor:
@@ -1073,25 +1139,30 @@ def _masked_binary_cross_entropy(
     return (losses * is_known).sum(-1) / is_known.sum(-1).clamp(min=1)
 
 
-class RowWise:
-    """A collator that sees one row at a time, so that none can mix rows (MixUp, CutMix, padding).
-
-    Args:
-        collator: Makes a batch of a list of rows; here always of one row.
-    """
-
-    def __init__(self, collator: Callable[[list[Any]], Mapping[str, Tensor]]) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
-        """Concatenate the batches of one."""
-        batches = [self.collator([row]) for row in rows]
-        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
 def _public_name(name: str | None) -> str | None:
     """A name that may stand in a card: of the Hub, timm or this package, but no path."""
-    return None if name is None or os.path.exists(name) or os.path.isabs(name) else name
+    is_name = name is not None and PUBLIC_NAME.fullmatch(name) is not None
+    return name if is_name and name is not None and not Path(name).exists() else None
+
+
+def _share_rows(dataset: Any, train_dataset: Any) -> bool:
+    """Whether a data set holds training rows, perhaps otherwise prepared."""
+    (root, rows), (train_root, train_rows) = _root(dataset), _root(train_dataset)
+    if isinstance(root, ImageExamples) and isinstance(train_root, ImageExamples):
+        same = root.fingerprint == train_root.fingerprint
+    else:
+        same = root is train_root
+    return same and (rows is None or train_rows is None or not rows.isdisjoint(train_rows))
+
+
+def _root(dataset: Any) -> tuple[Any, set[int] | None]:
+    """The data set that a subset is of, and which rows of it; None for all."""
+    rows: list[int] | None = None
+    while isinstance(dataset, Subset):
+        indices = dataset.indices
+        rows = [int(i) for i in indices] if rows is None else [int(indices[i]) for i in rows]
+        dataset = dataset.dataset
+    return dataset, None if rows is None else set(rows)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:
@@ -1107,13 +1178,27 @@ def _only(items: list[LogicalBatch]) -> LogicalBatch:
 def _random_row_like(
     row: Mapping[str, Any], label: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """A row of noise with the shapes of ``row``; of the private row nothing else is used."""
+    """A row of noise with the shapes of ``row``; of the private row nothing else is used.
+
+    Some rows have blank margins, as scans do: a model may leave them out.
+    """
     labels = torch.as_tensor(row["labels"])
-    pixels = torch.as_tensor(row["pixel_values"])
-    return {
-        "pixel_values": torch.rand(pixels.shape, generator=generator) * 2 - 1,
-        "labels": torch.full_like(labels, label),
-    }
+    pixels = torch.rand(torch.as_tensor(row["pixel_values"]).shape, generator=generator) * 2 - 1
+    top, side = torch.randint(3, (2,), generator=generator).tolist()
+    pixels[..., : pixels.shape[-2] * top // 4, :] = 0
+    pixels[..., : pixels.shape[-1] * side // 4] = -1
+    return {"pixel_values": pixels, "labels": torch.full_like(labels, label)}
+
+
+def _kinds_of_labels(labels: Tensor, *, classes: int) -> list[Tensor]:
+    """Random labels of every class; of several labels, 0 and 1, without and with missing ones."""
+    generator = torch.Generator().manual_seed(1)
+    if not labels.is_floating_point():
+        random = torch.randint(classes, labels.shape, generator=generator)
+        return [random.to(labels.dtype).to(labels.device)]
+    whole = torch.randint(2, labels.shape, generator=generator).to(labels.dtype)
+    missing = torch.rand(labels.shape, generator=generator) < 0.4
+    return [whole.to(labels.device), whole.masked_fill(missing, torch.nan).to(labels.device)]
 
 
 def _step_of(checkpoint: Path) -> int:

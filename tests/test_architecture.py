@@ -34,6 +34,7 @@ ROOMS = [
     "arguments",
     "run",
     "callbacks",
+    "batches",
     "trainer",
     "cli",
 ]

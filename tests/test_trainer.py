@@ -858,6 +858,7 @@ def test_generator_states_are_readable_by_their_owner_only_and_in_checkpoints_on
     trainer.train()
     trainer.save_model()
     assert {p.name for p in (tmp_path / "other").iterdir()} == {
+        "epsilon.png",
         "README.md",
         "config.json",
         "model.safetensors",
@@ -1080,7 +1081,7 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
     # Case 121.
     model = tiny_vit()
     stale = torch.optim.SGD(tiny_vit().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="optimizers"):
+    with pytest.raises(ValueError, match="the optimizer must hold each trainable parameter"):
         trainer_of(tmp_path, model, optimizers=(stale, None))
 
 

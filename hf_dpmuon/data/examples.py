@@ -35,6 +35,9 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
             label, that is NaN where the label is not known.
         transform: As returned by `build_transforms`.
 
+    Attributes:
+        fingerprint: Of the split: equal where other examples hold the same rows.
+
     Raises:
         ValueError: The rows are a stream, whose number is not known.
     """
@@ -55,6 +58,7 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
                 "of examples must be known before a sampling rate is computed from it."
             )
         self._rows = split.select_columns([image_column, label_column])
+        self.fingerprint: str = split._fingerprint
         self._image_column = image_column
         self._label_column = label_column
         self._transform = transform

@@ -9,7 +9,7 @@ from hf_dpmuon.grad_sample.bookkeeping import BookKeepingGradSampleModule, Ghost
 from hf_dpmuon.grad_sample.engine import PerSampleEngine
 from hf_dpmuon.grad_sample.hooks import HooksGradSampleModule
 from hf_dpmuon.grad_sample.memory import free_bytes, peak_bytes
-from hf_dpmuon.grad_sample.verification import verify_per_sample_gradients
+from hf_dpmuon.grad_sample.verification import verify_per_sample_gradients, verify_row_losses
 
 __all__ = [
     "ENGINES",
@@ -20,6 +20,7 @@ __all__ = [
     "free_bytes",
     "peak_bytes",
     "verify_per_sample_gradients",
+    "verify_row_losses",
 ]
 
 ENGINES: dict[str, type[PerSampleEngine]] = {

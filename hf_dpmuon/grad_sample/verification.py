@@ -3,7 +3,11 @@
 Receives an engine and the run's own loss on rows that stand in for private ones; returns nothing,
 or an error that names the parameter or buffer and says what to do. A model, loss or collator that
 couples samples, a parameter that nothing reads, a layer whose gradients an engine gets wrong, and
-one that keeps statistics of its batches all show here.
+one that keeps statistics of its batches all show here. A loss is tried apart from its model, too,
+on as many rows and as many kinds of labels as a run may have.
+
+What these rows do not bring about stays unseen: coupling that begins at some value of the logits,
+say.
 
 Guarantees:
     Weights, buffers, module modes, gradients and `torch`'s global CPU generator are as before
@@ -15,13 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_dpmuon.grad_sample.engine import PerSampleEngine
 
-__all__ = ["verify_per_sample_gradients"]
+__all__ = ["verify_per_sample_gradients", "verify_row_losses"]
 
 WEIGHT_SHIFT = 0.02  # a head of zeros, as fresh heads often are, would hide every fault behind it
 RELATIVE_TOLERANCE = 1e-3  # of the parameter's own gradient; float32 rounding is far below
@@ -30,6 +36,9 @@ ABSOLUTE_TOLERANCE = 1e-5  # of the whole gradient, for parameters whose gradien
 # Several sizes, since a fault may show only where a batch is as large as something else; row 0 is
 # the first, the last, and inside. Each batch shares with its partner row 0 and the size alone.
 BATCHES = (((1, 0), (2, 0)), ((0, 1, 2), (0, 3, 4)), ((1, 0, 2, 3), (4, 0, 1, 2)))
+
+ROWS_COMPARED = 16  # of a large batch
+LOGIT_SCALES = (1.0, 10.0)
 
 SummedLoss = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 
@@ -86,6 +95,102 @@ def verify_per_sample_gradients(engine: PerSampleEngine, summed_loss: SummedLoss
                 compare(alone, gradient_of_row_0(rows), WRONG)
 
 
+def verify_row_losses(
+    engine: PerSampleEngine,
+    mean_loss: Callable[[PerSampleEngine, slice, Tensor], Tensor],
+    *,
+    labels: Sequence[Tensor],
+) -> None:
+    """Check that the loss of a row does not depend on the other rows of its batch.
+
+    The model's outputs are replaced by random ones, so that a trial costs no forward pass.
+
+    Args:
+        engine: Around the plain model.
+        mean_loss: Given the engine, some of R rows, and these rows' labels, returns their mean
+            loss.
+        labels: One or more kinds of labels, each of R rows. A kind is left out where the loss of
+            a row of it, alone, is an error or not finite.
+
+    Raises:
+        ValueError: If the gradient of a row changes with the other rows.
+    """
+    count = len(labels[0])
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _restored_buffers(engine._module):
+        with _modes(engine, lambda _: False):
+            outputs: list[Any] = []
+            handle = engine.register_forward_hook(lambda *call: outputs.append(call[2]))
+            mean_loss(engine, slice(0, count), labels[0])
+            handle.remove()
+        leaves, structure = tree_flatten(outputs[0])
+        generator = torch.Generator().manual_seed(0)
+        are_of_rows = [_is_of_rows(leaf, count) for leaf in leaves]
+
+    def gradient(rows: slice, of_rows: Tensor) -> list[Tensor]:
+        """With respect to the outputs of these rows, for their summed loss."""
+        chosen = [
+            leaf[rows].detach().requires_grad_() if is_of_rows else leaf
+            for leaf, is_of_rows in zip(random, are_of_rows, strict=True)
+        ]
+        wanted = [leaf for leaf, is_of_rows in zip(chosen, are_of_rows, strict=True) if is_of_rows]
+        with _answering(engine, tree_unflatten(chosen, structure)), torch.enable_grad():
+            torch.manual_seed(0)
+            loss = mean_loss(engine, rows, of_rows) * len(of_rows)
+            if not loss.requires_grad:
+                return [torch.zeros_like(leaf) for leaf in wanted]
+            return list(
+                torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+            )
+
+    with torch.random.fork_rng(devices=[]):
+        for kind in labels:
+            for scale in LOGIT_SCALES:
+                random = [
+                    scale * torch.randn(leaf.shape, generator=generator).to(leaf)
+                    if is_of_rows
+                    else leaf
+                    for leaf, is_of_rows in zip(leaves, are_of_rows, strict=True)
+                ]
+                compared = range(0, count, max(1, count // ROWS_COMPARED))
+                try:
+                    alone = [gradient(slice(i, i + 1), kind[i : i + 1]) for i in compared]
+                except (RuntimeError, ValueError, IndexError):
+                    if kind is labels[0]:
+                        raise
+                    continue
+                if not all(bool(g.isfinite().all()) for of_row in alone for g in of_row):
+                    continue
+                together = gradient(slice(0, count), kind)
+                for i, of_row in zip(compared, alone, strict=True):
+                    for own, among in zip(of_row, together, strict=True):
+                        if not torch.allclose(own[0], among[i], rtol=1e-3, atol=1e-6):
+                            raise ValueError(COUPLED_LOSS)
+
+
+def _is_of_rows(leaf: Any, count: int) -> bool:
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.dim() > 0
+        and leaf.shape[0] == count
+    )
+
+
+@contextmanager
+def _answering(engine: PerSampleEngine, output: Any) -> Iterator[None]:
+    """Let the engine return this output, whatever it is called with."""
+    engine.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del engine.forward
+
+
+COUPLED_LOSS = (
+    "the loss of one row changes with the other rows of its batch, so no bound on one sample "
+    "holds: compute_loss must return the sum of the rows' own losses divided by the number of "
+    "rows, not by a sum of weights or a count of known labels; weigh classes with class_weights."
+)
 COUPLED = (
     "the gradient of one sample with respect to {} changes with the other samples of its batch, so "
     "no bound on one sample holds: use a collator without mixup or CutMix, a model whose layers do "
