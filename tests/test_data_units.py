@@ -10,7 +10,7 @@ import pytest
 from image_tables import SECRET, parquet, table, write_image
 
 from hf_dpmuon.data import load_image_dataset, unit_name
-from hf_dpmuon.data.units import held_out
+from hf_dpmuon.data.units import find_repeated_unit, group_rows, held_out, unit_ids
 
 
 def cohort(folder: Path, **patients: list[Any]) -> Path:
@@ -63,6 +63,9 @@ def test_units_follow_the_rows_that_are_left(tmp_path: Path) -> None:
             (c, "patient")
             for c in ("patient", "patient_id", "PatientID", "Patient Id", "PATIENT_ID")
         ],
+        *[(c, "patient") for c in ("patientid", "patientID", "PATIENTID", "PatientNo")],
+        *[("subjectid", "subject"), ("user_id", "user"), ("clientkey", "client")],
+        *[("donor-nr", "donor"), ("pid", "pid"), ("isic_id", "isic_id"), ("image_id", "image_id")],
         *[("lesion_id", "lesion"), ("subject", "subject"), ("StudyUID", "study")],
         *[("patient_sex", "patient_sex"), ("MRN", "MRN"), ("age", "age")],
     ],
@@ -79,6 +82,11 @@ MISSING = "privacy_unit_column='patient_id' has no id in 2 of 4 rows of the spli
     [
         ([SECRET, None, " ", "x"], MISSING),
         ([1.0, float("nan"), None, 2.0], MISSING),
+        ([SECRET, "N/A", "unknown ", "x"], MISSING),
+        ([SECRET, "?", "\u200b", "x"], MISSING),
+        ([1.5, 2.0, 3.0, float("inf")], "privacy_unit_column='patient_id' holds 2 floats"),
+        ([SECRET] * 4, "holds one unit only, but at least two are needed"),
+        ([SECRET, SECRET.swapcase(), "x", "X"], "2 patient ids differ from others only in case"),
         ([[SECRET], ["x"], ["y"], ["z"]], "holds List.* name a column with one id per row"),
     ],
 )
@@ -115,6 +123,28 @@ def test_a_patient_in_both_splits_is_refused_by_count(tmp_path: Path) -> None:
         str(folder), privacy_unit_column="patient_id", eval_fraction=0.5
     )  # the way out that the refusal names
     assert splits.evaluation is not None
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        (["P1", "P1", "P2"], ["p1", "p3"]),
+        (["01", "01", "02"], ["1", "3"]),
+        (["P1", "P1", "P2"], ["P1\u200b", "P3"]),
+        (["Jos\u00e9", "a", "b"], ["Jose\u0301", "c"]),
+        ([1, 1, 2], [1.0, 3.0]),
+    ],
+)
+def test_a_patient_of_another_spelling_in_the_evaluation_split_is_refused(
+    tmp_path: Path, train: list[Any], test: list[Any]
+) -> None:
+    splits = {
+        name: table(["ill", "well", "ill"][: len(ids)], patient_id=ids)
+        for name, ids in (("train", train), ("test", test))
+    }
+    ids = unit_ids(splits, "patient_id", pattern=None, other_columns=["image", "label"])
+    with pytest.raises(ValueError, match=r"1 units are in .* with 1 evaluation rows"):
+        group_rows(ids["train"], ids["test"], column="patient_id", pattern=None)
 
 
 def test_an_evaluation_split_without_the_column_is_refused(tmp_path: Path) -> None:
@@ -315,6 +345,104 @@ def test_patients_that_repeat_within_a_path_are_pointed_out_with_a_pattern_that_
 
 
 def test_words_that_look_like_no_id_are_no_units(tmp_path: Path) -> None:
-    notes = ["patient was calm", "patient 7 was calm", "patient 7 was calm"]
-    folder = parquet(tmp_path / "x", train=table(["a", "b", "a"], report=notes))
+    notes = [*["patient was calm"] * 3, "patient 7 was calm", "patient 7 was calm"]
+    folder = parquet(tmp_path / "x", train=table(["a", "b", "a", "b", "a"], report=notes))
     assert load_image_dataset(str(folder)).repeated_unit is None
+
+
+def repeated(**columns: list[Any]) -> tuple[str, int, int] | None:
+    """What is found in a table of these columns: the column, its largest unit, rows without one."""
+    rows = len(next(iter(columns.values())))
+    split = table([("ill", "well")[i % 2] for i in range(rows)], **columns)
+    found = find_repeated_unit(split, other_columns=("image", "label"))
+    return found and (found.column, found.largest, found.unknown)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("patientid", "PatientID", "patientID", "subjectid", "Subject-ID", "Person"),
+        *("MRN", "pid", "user_id", "client", "donorId"),
+    ],
+)
+def test_a_person_is_found_by_the_name_of_the_column(column: str) -> None:
+    assert repeated(**{column: ["a", "A ", "b"]}) == (column, 2, 0)
+    assert repeated(lesion_id=["l"] * 3, **{column: ["a", "a", "b"]}) == (column, 2, 0)
+
+
+@pytest.mark.parametrize("column", ["isic_id", "image_id", "rapid", "patient_sex", "user_agent"])
+def test_an_id_of_an_image_is_nobodys(column: str) -> None:
+    assert repeated(**{column: ["a", "a", "b"]}) is None
+
+
+@pytest.mark.parametrize("strays", range(6))
+def test_rows_without_an_id_do_not_hide_those_with_one(strays: int) -> None:
+    """One row more must not make the bound for a person vanish."""
+    paths = ["a/Patient1/x", "a/patient01/y", "b/patient2/x", "b/patient_2/y", "b/patient2/z"]
+    stray = ["other/z"] * strays
+    assert repeated(path=paths + stray) == ("path", 3, strays)
+    assert repeated(path=paths + stray + ["other/z"] * (6 - strays)) is None
+    missing = [None, "unknown", "n/a", "-", "nan", ""][:strays]
+    assert repeated(patient=["p", "p", "q", *missing]) == ("patient", 2, strays)
+
+
+def test_what_has_no_id_is_to_be_mended_before_a_unit_is_set(tmp_path: Path) -> None:
+    paths = ["patient1/a.png", "patient1/b.png", "patient2/c.png", "calibration/d.png"]
+    folder = parquet(tmp_path / "x", train=table(["a", "b", "a", "b"], path=paths))
+    splits = load_image_dataset(str(folder))
+    assert splits.repeated_unit is not None
+    assert "after the ids of 1 images are filled in or these are removed" in " ".join(splits.notes)
+    with pytest.raises(ValueError, match=r"has no id that matches .* in 1 of 4 rows"):
+        load_image_dataset(
+            str(folder),
+            privacy_unit_column="path",
+            privacy_unit_pattern=splits.repeated_unit.pattern,
+        )
+
+
+def test_a_pattern_that_ignores_case_makes_no_two_patients_of_one(tmp_path: Path) -> None:
+    paths = ["Patient1/a.png", "patient1/b.png", "patient2/c.png"]
+    folder = parquet(tmp_path / "x", train=table(["a", "b", "a"], path=paths))
+    with pytest.raises(ValueError, match="1 patient ids differ from others only in case"):
+        load_image_dataset(
+            str(folder),
+            privacy_unit_column="path",
+            privacy_unit_pattern="(?i)(?P<patient>patient[0-9]+)",
+        )
+    found = load_image_dataset(str(folder)).repeated_unit
+    assert found is not None
+    splits = load_image_dataset(
+        str(folder), privacy_unit_column="path", privacy_unit_pattern=found.pattern
+    )
+    assert splits.units is not None
+    assert [rows.tolist() for rows in splits.units.rows_of_unit] == [[0, 1], [2]]
+
+
+def classified(ids: list[int | None], names: list[str]) -> datasets.Dataset:
+    """A table whose ids of patients are numbers of names."""
+    split = table([("ill", "well")[i % 2] for i in range(len(ids))], patient_id=ids)
+    return split.cast_column("patient_id", datasets.ClassLabel(names=names))
+
+
+def test_classes_are_ids_by_their_names() -> None:
+    """The numbers of two splits need not mean the same, and -1 is a missing class."""
+    splits = {
+        "train": classified([0, 1, 0], ["ann", "bob"]),
+        "test": classified([0, 1], ["cid", "Bob"]),
+    }
+    ids = unit_ids(splits, "patient_id", pattern=None, other_columns=())
+    assert ids["train"] == ["ann", "bob", "ann"]
+    with pytest.raises(ValueError, match=r"1 units are in .* with 1 evaluation rows"):
+        group_rows(ids["train"], ids["test"], column="patient_id", pattern=None)
+    for names in (["ann", "bob"], ["ann", "unknown"]):
+        missing = {"train": classified([0, -1, -1] if "bob" in names else [0, 1, 1], names)}
+        with pytest.raises(ValueError, match="has no id in 2 of 3 rows of the split 'train'"):
+            unit_ids(missing, "patient_id", pattern=None, other_columns=())
+
+
+def test_spellings_of_one_patient_are_held_out_together() -> None:
+    ids = [spelled for i in range(200) for spelled in (f"p{i}", f"P{i}", f"\u200bp{i} ")]
+    for part in held_out(ids, 0.5):
+        assert all(
+            len({row - row % 3 for row in part[i : i + 3]}) == 1 for i in range(0, len(part), 3)
+        )

@@ -4,8 +4,11 @@ import json
 import math
 import random
 import tracemalloc
+import unicodedata
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from hf_dpmuon.sampling import (
     LogicalBatchLoader,
     PoissonSampler,
     PrivacyUnits,
+    canonical_id,
     generator_state,
     restore_generator,
     secret_generator,
@@ -403,8 +407,12 @@ def test_wrong_units_are_refused(changed, message):
 # Units of several rows
 
 
+def rows_of(units):
+    return [rows.tolist() for rows in units.rows_of_unit]
+
+
 @few
-@given(ids=st.lists(st.sampled_from(["ann", "bob", 3, 4.5]), min_size=1, max_size=30))
+@given(ids=st.lists(st.sampled_from(["ann", "bob", "7", "Z\u00fcrich 3"]), min_size=1, max_size=30))
 def test_units_are_a_partition_by_id(ids):
     units = PrivacyUnits.from_ids(ids, name="patient")
     assert sorted(np.concatenate(units.rows_of_unit).tolist()) == list(range(len(ids)))
@@ -414,7 +422,156 @@ def test_units_are_a_partition_by_id(ids):
     assert units.largest == max(ids.count(unit) for unit in ids)
 
 
-@pytest.mark.parametrize("missing", [None, float("nan"), "", "  "])
-def test_a_missing_id_is_refused_with_a_count(missing):
+HOLDERS = {
+    "tuple": tuple,
+    "numpy": np.array,
+    "objects": lambda ids: np.array(ids, dtype=object),
+    "numpy scalars": lambda ids: list(np.array(ids)),
+    "pandas": pd.Series,
+    "arrow": pa.array,
+}
+NUMBER_HOLDERS = {
+    "torch": torch.tensor,
+    "torch scalars": lambda ids: list(torch.tensor(ids)),
+    "numpy 0-d": lambda ids: [np.array(i) for i in ids],
+    "a table with gaps": lambda ids: [float(i) for i in ids],
+    "float32": lambda ids: torch.tensor(ids, dtype=torch.float32),
+}
+
+
+@few
+@given(ids=st.lists(st.integers(-5, 5), min_size=1, max_size=20))
+@pytest.mark.parametrize("holder", [*HOLDERS, *NUMBER_HOLDERS])
+def test_units_do_not_depend_on_what_holds_the_ids(ids, holder):
+    """A tensor's elements equal nothing but themselves, so each row would be a unit."""
+    expected = rows_of(PrivacyUnits.from_ids(ids, name="patient"))
+    held = {**HOLDERS, **NUMBER_HOLDERS}[holder](ids)
+    assert rows_of(PrivacyUnits.from_ids(held, name="patient")) == expected
+    if holder in HOLDERS:
+        held = HOLDERS[holder]([f"p{i} " for i in ids])
+        assert rows_of(PrivacyUnits.from_ids(held, name="patient")) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([b"p7001", b""], "ids holds values of type bytes; write all"),
+        ([("p7001",)] * 2, "values of type tuple"),
+        ([True, False], "values of type bool"),
+        (np.array([True, False]), "values of type bool"),
+        ([object(), 7001], "values of type int, object"),
+        ([7001, "7001"], "values of type int, str"),
+        ([7001.0, "7001"], "values of type int, str"),
+        (torch.tensor([[7001], [7002]]), "values of type list"),
+        (list(torch.tensor([[7001], [7002]])), "values of type Tensor"),
+        (np.array(["2026-07-01", "2026-07-02"], dtype="datetime64[D]"), "values of type date"),
+        ([7001.0, float("inf")], "ids holds 1 floats that are no exact whole numbers"),
+        ([7001.5, 7002.5], "ids holds 2 floats"),
+        ([2.0**53, 1.0], "ids holds 1 floats"),
+        (torch.tensor([7001.0, 2.0**24]), "ids holds 1 floats"),
+        (list(np.array([7001, 2**24], dtype=np.float32)), "ids holds 1 floats"),
+        (np.array([1.0, 2048.0], dtype=np.float16), "ids holds 1 floats"),
+        ("p7001", "ids is of type str; give a list, an array or a tensor"),
+        ({"p7001": 1}, "ids is of type dict"),
+        (torch.tensor(7001), "ids is of type Tensor"),
+    ],
+)
+def test_what_is_no_id_is_refused_by_its_type(ids, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        PrivacyUnits.from_ids(ids, name="patient")
+    assert "700" not in str(refusal.value)
+
+
+WORDS = ["nan", "none", "null", "n/a", "na", "-", "--", "?", "unknown", "unk", "missing"]
+
+
+@few
+@given(
+    missing=st.sampled_from([None, float("nan"), np.datetime64("NaT"), "", "\u200b", *WORDS]),
+    blanks=st.sampled_from(["", " ", "\t", "\u00a0"]),
+    change=st.sampled_from([str.lower, str.upper, str.title]),
+)
+def test_a_missing_id_is_refused_with_a_count(missing, blanks, change):
+    if isinstance(missing, str):
+        missing = blanks + change(missing) + blanks
     with pytest.raises(ValueError, match="2 of 4 rows have no patient id"):
         PrivacyUnits.from_ids(["a", missing, "b", missing], name="patient")
+
+
+RESPELLINGS = [
+    str.upper,
+    str.lower,
+    str.title,
+    lambda i: f" {i}\u00a0",
+    lambda i: " ".join(i),
+    lambda i: "\u200b".join(i),
+    lambda i: i + "\u2060\ufeff\u00ad\ufe0f",
+    lambda i: unicodedata.normalize("NFD", i),
+    lambda i: "".join(chr(ord(c) + 0xFEE0) if c.isascii() and c.isalnum() else c for c in i),
+    lambda i: f"00{i}" if i.isdecimal() else i,
+    lambda i: "".join(chr(0x660 + int(c)) for c in i) if i.isdecimal() else i,
+]
+IDS = st.one_of(
+    st.text("ab\u00e9\u00df\u00f1-_0179", min_size=1).filter(lambda i: any(map(str.isalnum, i))),
+    st.text("0179", min_size=1),
+).filter(lambda i: canonical_id(i) != "na")
+
+
+@few
+@given(unit=IDS, changes=st.lists(st.sampled_from(RESPELLINGS), min_size=1, max_size=4))
+def test_one_id_in_two_spellings_is_never_two_units(unit, changes):
+    spelled = unit
+    for change in changes:
+        spelled = change(spelled)
+    assert canonical_id(spelled) == canonical_id(unit)
+    if spelled.strip() == unit:
+        assert rows_of(PrivacyUnits.from_ids([unit, spelled, "x"], name="p")) == [[0, 1], [2]]
+    else:
+        with pytest.raises(
+            ValueError, match=r"^1 patient ids differ from others only in case"
+        ) as e:
+            PrivacyUnits.from_ids([unit, spelled, "x", unit], name="patient")
+        assert str(e.value).endswith("invisible characters; write each id in one way.")
+
+
+@settings(few, max_examples=300)
+@given(unit=st.text())
+def test_a_canonical_id_is_its_own_canonical_id(unit):
+    assert canonical_id(canonical_id(unit)) == canonical_id(unit)
+
+
+@few
+@given(unit=st.from_regex(r"[a-z1-9._/-][a-z0-9._/-]*", fullmatch=True), number=st.integers())
+def test_ids_that_differ_in_more_than_spelling_stay_apart(unit, number):
+    assert canonical_id(unit) == unit
+    assert canonical_id(number) == str(number)
+
+
+PARTITION = [[0, 3], [1], [2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "one int64 array of at least one row"),
+        ([*PARTITION, []], "one int64 array of at least one row"),
+        ([[0, 3], [1], [2, 3]], "has 5 rows in all, so each of 0 to 4 must be in exactly one unit"),
+        ([[0, 3, 3], [1], [2, 4]], "each of 0 to 5"),
+        ([[0, 3], [1], [2, 5]], "each of 0 to 4"),
+        ([[0, 3], [1], [2, -1]], "each of 0 to 4"),
+        ([[0]] * 4, "each of 0 to 3"),
+        ([[1], [2]], "each of 0 to 1"),
+    ],
+)
+def test_units_that_are_no_partition_are_refused(rows, message):
+    with pytest.raises(ValueError, match=message):
+        PrivacyUnits("patient", tuple(np.array(r, dtype=np.int64) for r in rows))
+
+
+@pytest.mark.parametrize(
+    "of_unit", [list, np.float64, lambda r: np.array(r, dtype=np.int32), lambda r: np.array([r])]
+)
+def test_rows_of_units_are_arrays_of_int64(of_unit):
+    assert len(PrivacyUnits("patient", tuple(np.array(r) for r in PARTITION))) == 3
+    with pytest.raises(ValueError, match="one int64 array of at least one row"):
+        PrivacyUnits("patient", tuple(of_unit(r) for r in PARTITION))

@@ -14,7 +14,7 @@ Guarantees:
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -35,7 +35,7 @@ from hf_dpmuon.data.units import (
     repeated_unit_notes,
     unit_ids,
 )
-from hf_dpmuon.sampling import PrivacyUnits
+from hf_dpmuon.sampling import Id, PrivacyUnits
 
 if TYPE_CHECKING:
     import datasets
@@ -179,7 +179,7 @@ def load_image_dataset(
         )
         notes += seen
     if eval_fraction is not None:
-        keys: Sequence[Hashable] = digests[train_split]
+        keys: Sequence[Id | bytes] = digests[train_split]
         if privacy_unit_column is not None:
             keys = unit_ids(
                 splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids

@@ -3,7 +3,8 @@
 Receives a column of ids. Returns which rows belong together; the ids themselves go nowhere.
 
 Guarantees:
-    * A row without an id, or a unit in both splits, is refused, with counts and no id.
+    * A row without an id, a unit in both splits, or one id in two spellings is refused, with counts
+      and no id.
     * A part held out for evaluation depends, for each unit, on that unit alone: whether one person
       is in the data decides nothing about where the others go.
 """
@@ -11,12 +12,14 @@ Guarantees:
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hf_dpmuon.data.columns import column_values, require_column
-from hf_dpmuon.sampling import PrivacyUnits
+from hf_dpmuon.sampling import Id, PrivacyUnits, canonical_id, plain_ids
 
 if TYPE_CHECKING:
     import datasets
@@ -32,12 +35,16 @@ __all__ = [
 ]
 
 # What has ids in medical tables, the person first.
-PERSONS = ("patient", "person", "subject", "participant", "individual")
+PERSONS = ("patient", "person", "subject", "participant", "individual", "donor")
+# Ids of persons too, but a path has them of computers, and the last ones say nothing of the unit.
+IN_COLUMNS_ONLY = ("client", "user")
+NUMBERS = ("mrn", "pid")
 UNIT_NAMES = (
-    *PERSONS,
+    *(*PERSONS, *NUMBERS, *IN_COLUMNS_ONLY),
     *("case", "study", "exam", "lesion", "eye"),
 )
 ID_SUFFIXES = ("id", "ids", "uid", "no", "nr", "num", "number", "key", "code")
+ID_COLUMN = re.compile(rf"({'|'.join(UNIT_NAMES)})[^a-z0-9]*({'|'.join(ID_SUFFIXES)})?")
 
 
 @dataclass(frozen=True)
@@ -47,25 +54,25 @@ class RepeatedUnit:
     Attributes:
         column: Name of the column.
         name: What a unit is, such as "patient".
-        largest: Training images of the unit that has most of them.
+        largest: Training images of the unit that has most of them, as far as ids are known.
         pattern: Where the ids are part of a longer text: what finds them.
+        unknown: Training images without an id.
     """
 
     column: str
     name: str
     largest: int
     pattern: str | None = None
+    unknown: int = 0
 
 
 def unit_name(column: str) -> str:
-    """Return what the ids of a column name: "patient" for patient_id, PatientID or patient.
+    """Return what the ids of a column name: "patient" for patient_id, PatientID or patientid.
 
     A column of another name is its own unit.
     """
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column).lower()
-    head, *tail = re.split(r"[^a-z0-9]+", words)
-    known = head in UNIT_NAMES and (not tail or (len(tail) == 1 and tail[0] in ID_SUFFIXES))
-    return head if known else column
+    known = _known_name(column)
+    return column if known is None or known in NUMBERS else known
 
 
 def unit_ids(
@@ -74,7 +81,7 @@ def unit_ids(
     *,
     pattern: str | None,
     other_columns: Sequence[str],
-) -> dict[str, list[Hashable]]:
+) -> dict[str, list[Id]]:
     """Return the id of every row of every split.
 
     Args:
@@ -84,7 +91,8 @@ def unit_ids(
         other_columns: Columns of images and labels, which are no ids.
 
     Raises:
-        ValueError: The column is missing, not one of ids, or has rows without an id.
+        ValueError: The column is missing, not one of ids, or has rows without an id, among which
+            are those that say "unknown" or the like.
     """
     if column in other_columns:
         raise ValueError(
@@ -99,12 +107,10 @@ def unit_ids(
             f"privacy_unit_column={column!r} holds {types}; name a column with one id per row, of "
             "the same type (string or integer) in all splits."
         )
-    ids = {name: _stripped(split, column) for name, split in splits.items()}
-    if pattern is not None:
-        within = _compiled(pattern)
-        ids = {name: [_part(within, i) for i in of_rows] for name, of_rows in ids.items()}
-    for name, of_rows in ids.items():
-        missing = sum(map(_is_missing, of_rows))
+    found = {name: _ids(split, column, pattern) for name, split in splits.items()}
+    ids = {name: [i for i in of_rows if i is not None] for name, of_rows in found.items()}
+    for name, of_rows in found.items():
+        missing = len(of_rows) - len(ids[name])
         if missing:
             raise ValueError(
                 f"privacy_unit_column={column!r} has no id{_matching(pattern)} in {missing} of "
@@ -115,8 +121,8 @@ def unit_ids(
 
 
 def group_rows(
-    train: Sequence[Hashable],
-    evaluation: Sequence[Hashable] | None,
+    train: Sequence[Id],
+    evaluation: Sequence[Id] | None,
     *,
     column: str,
     pattern: str | None,
@@ -124,18 +130,25 @@ def group_rows(
     """Return the units of the training rows, called by the pattern's group or by the column.
 
     Raises:
-        ValueError: A unit is in the evaluation rows too.
+        ValueError: A unit is in the evaluation rows too, however its id is spelled; an id is
+            spelled in two ways; or there is only one unit.
     """
-    known = set(train)
-    shared = [i for i in evaluation or () if i in known]
+    known = set(map(canonical_id, train))
+    shared = [form for form in map(canonical_id, evaluation or ()) if form in known]
     if shared:
         raise ValueError(
             f"privacy_unit_column={column!r}: {len(set(shared))} units are in the train and the "
-            f"evaluation split, with {len(shared)} evaluation rows; split the data by unit, or "
-            "leave eval_split unset and set eval_fraction."
+            f"evaluation split, with {len(shared)} evaluation rows (the spelling of ids aside); "
+            "split the data by unit, or leave eval_split unset and set eval_fraction."
         )
     name = unit_name(column) if pattern is None else next(iter(_compiled(pattern).groupindex))
-    return PrivacyUnits.from_ids(train, name=name)
+    units = PrivacyUnits.from_ids(train, name=name)
+    if len(units) == 1:
+        raise ValueError(
+            f"privacy_unit_column={column!r} holds one unit only{_matching(pattern)}, but at least "
+            "two are needed; name a column that tells one unit from another."
+        )
+    return units
 
 
 def find_repeated_unit(
@@ -143,29 +156,24 @@ def find_repeated_unit(
 ) -> RepeatedUnit | None:
     """Return the first column of ids that repeat themselves, a person's before a lesion's.
 
-    Ids that stand in a longer text, such as a path, are looked for last.
+    Ids that stand in a longer text, such as a path, are looked for last, and need only be in half
+    of the rows: one stray row must not hide what the others show.
     """
-    names = {
-        column: unit_name(column)
-        for column in train.column_names
-        if column not in other_columns and unit_name(column).lower() in UNIT_NAMES
-    }
-    for column in sorted(names, key=lambda column: UNIT_NAMES.index(names[column].lower())):
-        if _kind(train, column) is not None:
-            counts = Counter(i for i in _stripped(train, column) if not _is_missing(i))
-            largest = max(counts.values(), default=0)
-            if largest > 1:
-                return RepeatedUnit(column, names[column], largest)
-    for column in train.column_names:
-        if column not in other_columns and _kind(train, column) == "text":
-            texts = _stripped(train, column)
+    others = [column for column in train.column_names if column not in other_columns]
+    names = {column: known for column in others if (known := _known_name(column)) is not None}
+    for column in sorted(names, key=lambda column: UNIT_NAMES.index(names[column])):
+        counts, unknown = _images_per_unit(train, column)
+        largest = max(counts.values(), default=0)
+        if largest > 1:
+            return RepeatedUnit(column, unit_name(column), largest, unknown=unknown)
+    for column in others:
+        if _kind(train, column) == "text":
             for name in PERSONS:
-                pattern = f"(?i)(?P<{name}>{name}[-_ ]?[0-9]+)"
-                within = re.compile(pattern)
-                counts = Counter(part for text in texts if (part := _part(within, text)))
+                pattern = f"(?i){name}[-_ ]?(?P<{name}>[0-9]+)"
+                counts, unknown = _images_per_unit(train, column, pattern)
                 largest = max(counts.values(), default=0)
-                if largest > 1 and counts.total() == len(texts):
-                    return RepeatedUnit(column, name, largest, pattern)
+                if largest > 1 and counts.total() >= unknown:
+                    return RepeatedUnit(column, name, largest, pattern, unknown)
     return None
 
 
@@ -181,17 +189,17 @@ def repeated_unit_notes(
     how = f"--privacy_unit_column {column}"
     if pattern is not None:
         how += f" --privacy_unit_pattern '{pattern}'"
+    if repeated.unknown:
+        how += f", after the ids of {repeated.unknown} images are filled in or these are removed"
     notes = [
         f"the column {column!r} repeats itself, up to {repeated.largest} training images per "
         f"{name}, but each image is protected alone; to protect each {name}, set "
         f"{how}"
     ]
-    if evaluation is not None and column in evaluation.column_names and _kind(evaluation, column):
-        owners = [_stripped(split, column) for split in (train, evaluation)]
-        if pattern is not None:
-            owners = [[_part(re.compile(pattern), i) for i in of_split] for of_split in owners]
-        known = {i for i in owners[0] if not _is_missing(i)}
-        shared = sum(i in known for i in owners[1])
+    if evaluation is not None and column in evaluation.column_names:
+        known, _ = _images_per_unit(train, column, pattern)
+        seen, _ = _images_per_unit(evaluation, column, pattern)
+        shared = sum(count for form, count in seen.items() if form in known)
         if shared:
             notes.append(
                 f"{shared} of {len(evaluation)} evaluation images share their {name} with training "
@@ -200,12 +208,12 @@ def repeated_unit_notes(
     return notes
 
 
-def held_out(keys: Sequence[Hashable], fraction: float) -> tuple[list[int], list[int]]:
+def held_out(keys: Sequence[Id | bytes], fraction: float) -> tuple[list[int], list[int]]:
     """Divide rows into those to train on and those to evaluate on, by a public hash of their keys.
 
     Args:
         keys: One per row: the id of its unit, or a digest of its pixels. Rows of equal keys stay
-            together.
+            together, and so do those of one id in two spellings.
         fraction: Expected share of the units that is held out, in (0, 1).
 
     Raises:
@@ -213,7 +221,7 @@ def held_out(keys: Sequence[Hashable], fraction: float) -> tuple[list[int], list
     """
     parts: tuple[list[int], list[int]] = ([], [])
     for row, key in enumerate(keys):
-        material = key if isinstance(key, bytes) else str(key).encode()
+        material = key if isinstance(key, bytes) else canonical_id(key).encode()
         digest = hashlib.blake2b(material, digest_size=8, person=b"evaluation").digest()
         parts[int.from_bytes(digest, "big") < fraction * 2**64].append(row)
     if not all(parts):
@@ -239,7 +247,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return within
 
 
-def _part(within: re.Pattern[str], text: Hashable) -> str | None:
+def _part(within: re.Pattern[str], text: Id | None) -> str | None:
     found = within.search(text) if isinstance(text, str) else None
     return found and found[1]
 
@@ -248,13 +256,19 @@ def _matching(pattern: str | None) -> str:
     return "" if pattern is None else f" that matches privacy_unit_pattern={pattern!r}"
 
 
+def _known_name(column: str) -> str | None:
+    """Return which of ``UNIT_NAMES`` a column names, if any: an image's id is none of them."""
+    found = ID_COLUMN.fullmatch(column.lower())
+    return found and found[1]
+
+
 def _kind(split: "datasets.Dataset", column: str) -> str | None:
     """Return whether ids are text or numbers, or None for what is no id."""
     import datasets
 
     feature = split.features[column]
     if isinstance(feature, datasets.ClassLabel):
-        return "number"
+        return "text"  # its names
     if not isinstance(feature, datasets.Value):
         return None
     if feature.dtype.endswith("string"):
@@ -262,9 +276,39 @@ def _kind(split: "datasets.Dataset", column: str) -> str | None:
     return "number" if feature.dtype.startswith(("int", "uint", "float")) else None
 
 
-def _stripped(split: "datasets.Dataset", column: str) -> list[Hashable]:
-    return [i.strip() if isinstance(i, str) else i for i in column_values(split, column)]
+def _ids(split: "datasets.Dataset", column: str, pattern: str | None) -> list[Id | None]:
+    """Return the id of each row, None where it is missing.
+
+    Raises:
+        ValueError: A value is no id.
+    """
+    import datasets
+
+    feature = split.features[column]
+    values: Any = column_values(split, column)
+    if isinstance(feature, datasets.ClassLabel):  # -1 is its missing value
+        named = dict(enumerate(feature.names))
+        values = [named.get(value) for value in values]
+    elif feature.dtype.startswith("float"):
+        values = np.array(values, dtype=feature.dtype)  # which knows how exact it is
+    argument = f"privacy_unit_column={column!r}"
+    ids = plain_ids(values, argument=argument)
+    if pattern is None:
+        return ids
+    within = _compiled(pattern)
+    return plain_ids([_part(within, i) for i in ids], argument=argument)
 
 
-def _is_missing(unit: Hashable) -> bool:
-    return unit is None or unit != unit or unit == ""
+def _images_per_unit(
+    split: "datasets.Dataset", column: str, pattern: str | None = None
+) -> tuple[Counter[str], int]:
+    """Return the rows of each id that is known, and the rows without one.
+
+    A column that holds no ids has none.
+    """
+    try:
+        ids = _ids(split, column, pattern) if _kind(split, column) else []
+    except ValueError:
+        ids = []
+    counts = Counter(canonical_id(i) for i in ids if i is not None)
+    return counts, len(split) - counts.total()
