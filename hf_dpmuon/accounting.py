@@ -18,6 +18,7 @@ Two accountants, both on Opacus:
 Guarantees:
     Every returned epsilon is an upper bound (Opacus' own error terms included), and never more
     than the RDP bound. A calibrated noise multiplier meets its target under the same accountant.
+    What ``round_up`` and its kin print is never below the number.
 
 >>> epsilon = compute_epsilon(
 ...     noise_multiplier=1.38, sample_rate=1024 / 50_000, steps=2400, delta=1e-5
@@ -30,6 +31,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context, Decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +59,9 @@ __all__ = [
     "steps_per_epoch",
     "num_steps",
     "affordable_steps",
+    "round_up",
+    "round_up_fixed",
+    "percent_up",
 ]
 
 FloatArray = npt.NDArray[np.float64]
@@ -306,7 +311,8 @@ def calibrate_noise_multiplier(
     if excess(high) > 0:
         raise ValueError(
             f"target_epsilon={target_epsilon} must be at least "
-            f"{target_epsilon * math.exp(excess(high)):.3g} at target_delta={target_delta}."
+            f"{round_up(target_epsilon * math.exp(excess(high)), 3)} at "
+            f"target_delta={target_delta}."
         )
     root = brentq(excess, low, high, xtol=1e-7) if excess(low) > 0 else low
     quantum = 10.0 ** (math.floor(root / math.log(10)) - _SIGNIFICANT_DIGITS + 1)
@@ -385,6 +391,39 @@ def affordable_steps(
         else:
             excessive = middle
     return fitting
+
+
+def round_up(value: float, digits: int = 3) -> str:
+    """Returns the number with this many significant digits, rounded up: how a cost is printed.
+
+    >>> round_up(2.7182818), round_up(1.0000001e-5)
+    ('2.72', '1.01e-05')
+    """
+    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(float(value)))
+    return f"{float(up):.{digits}g}"
+
+
+def round_up_fixed(value: float, decimals: int = 4) -> str:
+    """Returns the number with this many decimals, rounded up; infinity is ``"inf"``.
+
+    >>> round_up_fixed(2.00000001)
+    '2.0001'
+    """
+    exact = Decimal(repr(float(value)))
+    if not exact.is_finite():
+        return str(float(value))
+    up = exact.quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING, Context(prec=400))
+    return f"{up:f}"
+
+
+def percent_up(share: float) -> str:
+    """Returns a share as per cent with at most two decimals, rounded up, and never above 100 %.
+
+    >>> percent_up(0.123401), percent_up(0.5)
+    ('12.35 %', '50 %')
+    """
+    percent = Decimal(round_up_fixed(min(1.0, share))) * 100
+    return f"{float(percent):g} %"
 
 
 def _merged(events: Sequence[SampledGaussian]) -> tuple[SampledGaussian, ...]:

@@ -4,7 +4,8 @@ Receives command lines; prints text, or JSON with ``--json``, and writes the fil
 
 Guarantees:
     Bad input of any kind ends with one sentence on stderr and exit code 2, and writes nothing. An
-    epsilon of a run is printed only as its ledger gives it, or is marked as stated by others.
+    epsilon of a run is printed only as its ledger gives it, or is marked as stated by others; no
+    printed epsilon, delta or share of members is below the true one.
     ``--help`` loads no framework and ``budget`` nothing but the accountant.
 """
 
@@ -104,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="the report of a run, verified against its ledger",
         description="Verify the ledger in a folder of a run or checkpoint, recompute the privacy "
-        "report from it, and compare it with the one that is stored there.",
+        "report from it, and compare it with the one that is stored there, the weights with their "
+        "hashes, and a checkpoint with the ledger of its run.",
     )
     inspect.set_defaults(command=_inspect)
     card = commands.add_parser(
@@ -191,18 +193,20 @@ def _budget(options: argparse.Namespace) -> str:
                 "plans": [asdict(plan) for plan in plans],
             }
         )
+    from hf_dpmuon.accounting import percent_up, round_up, round_up_fixed
+
     header = f"{'batch':>8} {'q':>10} {'steps':>8} {'epochs':>8} {'sigma':>9} {'epsilon':>9} "
     return "\n".join(
         [
-            f"N = {options.num_units}, delta = {delta:.3g}, accountant {options.accountant}, add "
-            "or remove one",
+            f"N = {options.num_units}, delta = {round_up(delta)}, accountant {options.accountant}, "
+            "add or remove one",
             "",
             header + f"{'noise':>9} {'TPR':>7}",
             *(
                 f"{'*' if p.asked else ' '}{p.logical_batch_size:>7} {p.sample_rate:>10.4g} "
                 f"{p.steps:>8} {p.epochs:>8.4g} {p.sigma:>9.6g} "
-                f"{math.ceil(p.epsilon * 1e4) / 1e4:>9.4f} {p.noise_per_unit:>9.3g} "
-                f"{min(100.0, math.ceil(p.sharper_membership_tpr * 1e4) / 100):>5.4g} %"
+                f"{round_up_fixed(p.epsilon):>9} {p.noise_per_unit:>9.3g} "
+                f"{percent_up(p.sharper_membership_tpr):>7}"
                 for p in plans
             ),
             "",
@@ -269,7 +273,7 @@ def _plan(options: argparse.Namespace, delta: float, batch_size: int) -> Plan:
 
 
 def _affordable(options: argparse.Namespace, delta: float, sample_rate: float) -> int:
-    from hf_dpmuon.accounting import affordable_steps, compute_epsilon
+    from hf_dpmuon.accounting import affordable_steps, compute_epsilon, round_up
 
     def affordable(limit: int, accountant: str) -> int:
         return affordable_steps(
@@ -301,7 +305,7 @@ def _affordable(options: argparse.Namespace, delta: float, sample_rate: float) -
             accountant=options.accountant,
         )
         raise ValueError(
-            f"epsilon={options.epsilon} must be at least {one:.4g}, the cost of one step."
+            f"epsilon={options.epsilon} must be at least {round_up(one, 4)}, the cost of one step."
         )
     return steps
 
@@ -333,33 +337,40 @@ def _plot_plans(plans: Sequence[Plan], options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> str:
-    report, ledger = _load(options.path)
+    report, ledger, hashed = _load(options.path)
     runs = [] if ledger is None else list(zip(ledger.runs, ledger.draws_per_run, strict=True))
+    ahead = None if ledger is None else _draws_ahead(ledger)
     if options.json:
         return _json(
             {
                 "verified": ledger is not None,
+                "weights_verified": hashed,
+                "draws_of_the_run_ahead": ahead,
                 "report": report.to_dict(),
                 "runs": [{**asdict(facts), "draws": draws} for facts, draws in runs],
             }
         )
     values = report.to_dict()
     mechanisms, versions = values.pop("mechanisms"), values.pop("versions")
+    del values["weights"]
     lines = [
         "Not verifiable: there is no ledger here; these are the numbers as stated."
         if ledger is None
         else "Verified: these numbers follow from the ledger.",
-        *([] if report.guarantee else ["NO GUARANTEE: fixed noise, or none."]),
+        *(["The weights are those of the report."] if hashed else []),
+        *([] if report.guarantee else ["NO GUARANTEE: fixed noise, none, or too little."]),
+        *(["PROTECTS NOBODY."] if report.guarantee and not report.protects else []),
+        *([] if ahead is None else [_said(ahead)]),
         "",
         *(f"{name:<26} {value}" for name, value in values.items() if value is not None),
         *(
-            f"{'mechanism':<26} sigma {m['noise_multiplier']:g}, q {m['sample_rate']:g}, "
+            f"{'mechanism':<26} sigma {m['noise_multiplier']}, q {m['sample_rate']}, "
             f"{m['steps']} draws"
             for m in mechanisms
         ),
         *(
             f"{f'start {number}':<26} {facts.privacy_unit}, {facts.adjacency}, N "
-            f"{facts.num_units}, delta {facts.delta:g}, {facts.accountant}, {draws} draws"
+            f"{facts.num_units}, delta {facts.delta}, {facts.accountant}, {draws} draws"
             + ("" if facts.guarantee else ", NO GUARANTEE")
             for number, (facts, draws) in enumerate(runs, start=1)
         ),
@@ -374,7 +385,7 @@ def _card(options: argparse.Namespace) -> str:
     from hf_dpmuon.metrics import write_whole
     from hf_dpmuon.model_card import PLOT_FILE, build_model_card
 
-    report, ledger = _load(options.path)
+    report, ledger, _ = _load(options.path)
     if ledger is None:
         warnings.warn("there is no ledger here; the card has the numbers as stated.", stacklevel=1)
     folder = options.path if options.path.is_dir() else options.path.parent
@@ -389,10 +400,21 @@ def _card(options: argparse.Namespace) -> str:
     return card.rstrip("\n") if options.output is None else f"written to {options.output}"
 
 
-def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None]:
-    """The report of a folder, a ledger or a report file; verified where there is a ledger."""
+def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None, bool]:
+    """The report of a folder, a ledger or a report file; verified where there is a ledger.
+
+    Returns:
+        The report, the ledger, and whether the weights beside them are those of the report.
+    """
     from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
-    from hf_dpmuon.model_card import REPORT_FILE, privacy_report, read_report, verify_report
+    from hf_dpmuon.model_card import (
+        REPORT_FILE,
+        hash_weights,
+        privacy_report,
+        read_report,
+        verify_report,
+        verify_weights,
+    )
 
     if path.is_dir():
         ledger_path, report_path = path / LEDGER_FILE, path / REPORT_FILE
@@ -401,14 +423,51 @@ def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None]:
     else:
         ledger_path, report_path = path, path.with_name(REPORT_FILE)
     ledger = PrivacyLedger.load(ledger_path) if ledger_path.is_file() else None
-    stated = read_report(report_path) if report_path.is_file() else None
+    report = read_report(report_path) if report_path.is_file() else None
     if ledger is not None:
-        return privacy_report(ledger) if stated is None else verify_report(stated, ledger), ledger
-    if stated is None:
+        report = privacy_report(ledger) if report is None else verify_report(report, ledger)
+    if report is None:
         raise ValueError(
             f"path={path} must be a folder with {LEDGER_FILE} or {REPORT_FILE}, or such a file."
         )
-    return stated, None
+    weights = hash_weights(report_path.parent) if report.weights else {}
+    if weights:
+        verify_weights(report, weights, report_path.parent)
+    return report, ledger, bool(weights)
+
+
+def _draws_ahead(ledger: PrivacyLedger) -> int | None:
+    """How many more draws the ledger of the run has than a checkpoint's; None for no checkpoint.
+
+    Raises:
+        ValueError: Neither ledger is the other at an earlier time.
+    """
+    from hf_dpmuon.ledger import PrivacyLedger
+
+    folder = ledger.path.resolve().parent
+    path = folder.parent / ledger.path.name
+    if not folder.name.startswith("checkpoint-") or not path.is_file():
+        return None
+    of_run = PrivacyLedger.load(path)
+    if not of_run.extends(ledger) and not ledger.extends(of_run):
+        raise ValueError(
+            f"{ledger.path} and {path} are not of one run; inspect each in a folder of its own."
+        )
+    return len(of_run) - len(ledger)
+
+
+def _said(ahead: int) -> str:
+    if ahead == 0:
+        return "The ledger of the run, in the folder above, has the same draws."
+    if ahead > 0:
+        return (
+            f"The ledger of the run, in the folder above, is {ahead} draws AHEAD of this "
+            "checkpoint: going on from here counts them."
+        )
+    return (
+        f"This checkpoint is {-ahead} draws AHEAD of the ledger of its run, in the folder above, "
+        "which lost them."
+    )
 
 
 def _public_facts(folder: Path) -> dict[str, Any]:

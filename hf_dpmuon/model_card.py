@@ -6,39 +6,51 @@ JSON-ready report and Markdown with the Hub's metadata, and draws epsilon agains
 Guarantees:
     Every epsilon comes from the ledger. Numbers that bound a privacy cost are rounded up. No name,
     however written, breaks the metadata or adds structure to the Markdown. A run without a
-    guarantee says so before anything else.
+    guarantee, or with one that protects nobody, says so before anything else.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from decimal import ROUND_CEILING, Context
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from hf_dpmuon.accounting import SampledGaussian, membership_tpr, sharper_membership_tpr
+from hf_dpmuon.accounting import (
+    SampledGaussian,
+    membership_tpr,
+    percent_up,
+    round_up,
+    round_up_fixed,
+    sharper_membership_tpr,
+)
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.metrics import can_plot, save_figure
 
 __all__ = [
     "PrivacyReport",
     "build_model_card",
+    "card_states",
     "epsilon_curve",
+    "hash_weights",
+    "plain",
     "plot_epsilon",
     "privacy_report",
     "read_report",
     "verify_report",
+    "verify_weights",
 ]
 
 REPORT_FILE = "privacy_report.json"
@@ -50,6 +62,7 @@ GUARANTEE_TAG = "differential-privacy"
 PACKAGES = ("hf-dpmuon", "torch", "opacus", "transformers", "timm")
 METRIC_TYPES = {"auroc": "roc_auc"}  # where the Hub's name is another than ours
 MEMBERSHIP_FPR = 0.01
+PROTECTING_TPR = 0.9999  # from here on, the bound on membership is 1 up to rounding
 MOST_NAMED_CLASSES = 100
 CURVE_POINTS = {"rdp": 100, "prv": 20}  # a PRV bound takes a tenth of a second
 
@@ -102,8 +115,10 @@ class PrivacyReport:
         sharper_membership_tpr: The same by all the epsilons that the ledger has at other deltas.
         runs: Number of starts and resumes in the ledger.
         draws_before_last_run: Noise draws made before the last of them.
-        guarantee: Whether the numbers are a guarantee at all (no fixed seed, some noise).
+        guarantee: Whether the numbers are a guarantee at all: no fixed seed, and noise enough for
+            a finite epsilon.
         versions: Of the software that made them.
+        weights: SHA-256 of each file of weights that the report belongs to, by name.
     """
 
     epsilon: float
@@ -131,6 +146,12 @@ class PrivacyReport:
     draws_before_last_run: int
     guarantee: bool
     versions: dict[str, str]
+    weights: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def protects(self) -> bool:
+        """Whether there is a guarantee, and one that a test for membership cannot get around."""
+        return self.guarantee and self.sharper_membership_tpr < PROTECTING_TPR
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values; an infinite epsilon is the string "inf"."""
@@ -151,8 +172,14 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
+def privacy_report(
+    ledger: PrivacyLedger, *, weights: Mapping[str, str] | None = None
+) -> PrivacyReport:
     """Summarise a ledger.
+
+    Args:
+        ledger: Of the run that trained the model.
+        weights: From ``hash_weights``, where the model is saved; without them it is not pushed.
 
     Raises:
         ValueError: If the ledger holds no noise draw.
@@ -162,6 +189,7 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
     facts, last, bound = ledger.runs[-1], ledger.events[-1], ledger.epsilon()
     group = max(ledger.runs, key=lambda run: run.largest_group or 0)
     group_size = group.largest_group or 1
+    limits = [run.max_examples_per_unit for run in ledger.runs]
     return PrivacyReport(
         epsilon=bound.epsilon,
         delta=facts.delta,
@@ -176,7 +204,7 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
         privacy_unit=facts.privacy_unit,
         level=f"{facts.privacy_unit}-level",
         num_units=facts.num_units,
-        max_examples_per_unit=facts.max_examples_per_unit,
+        max_examples_per_unit=None if None in limits else max(n for n in limits if n is not None),
         adjacency=facts.adjacency,
         largest_group=group_size if group_size > 1 else None,
         group_name=group.group_name if group_size > 1 else None,
@@ -188,12 +216,25 @@ def privacy_report(ledger: PrivacyLedger) -> PrivacyReport:
         ),
         runs=len(ledger.runs),
         draws_before_last_run=len(ledger) - ledger.draws_per_run[-1],
-        guarantee=ledger.guarantee,
+        guarantee=ledger.guarantee and math.isfinite(bound.epsilon),
         versions={
             "python": platform.python_version(),
             **{package: version(package) for package in PACKAGES},
         },
+        weights=dict(weights or {}),
     )
+
+
+def hash_weights(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns the SHA-256 of each ``*.safetensors`` in a folder, by name, read piece by piece."""
+    hashes = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                digest.update(piece)
+        hashes[path.name] = digest.hexdigest()
+    return hashes
 
 
 def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
@@ -205,9 +246,10 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     """
     text = Path(path).read_bytes()
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_once)
         values = {name: math.inf if v == "inf" else v for name, v in values.items()}
-        unlike = set(values) ^ {field.name for field in fields(PrivacyReport)}
+        values.setdefault("weights", {})
+        unlike = set(values) ^ {entry.name for entry in fields(PrivacyReport)}
         if unlike:
             raise ValueError(f"{min(unlike)} is missing or unknown")
         report = PrivacyReport(**values)
@@ -217,16 +259,24 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
         raise ValueError(
             f"path={os.fspath(path)} is not a privacy report of this version ({error})."
         ) from error
-    for field in fields(report):
-        value = values[field.name]
-        types = JSON_TYPES[str(field.type)]
+    for entry in fields(report):
+        value = values[entry.name]
+        types = JSON_TYPES[str(entry.type)]
         is_wrong_bool = isinstance(value, bool) and bool not in types
         is_nan = isinstance(value, float) and math.isnan(value)
-        if not isinstance(value, types) or is_wrong_bool or is_nan:
+        is_no_text = isinstance(value, dict) and not all(isinstance(v, str) for v in value.values())
+        if not isinstance(value, types) or is_wrong_bool or is_nan or is_no_text:
             raise ValueError(
-                f"{field.name}={value!r} in {os.fspath(path)} must be of type {field.type}."
+                f"{entry.name}={value!r} in {os.fspath(path)} must be of type {entry.type}."
             )
     return report
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name is there twice")
+    return values
 
 
 def verify_report(report: PrivacyReport, ledger: PrivacyLedger) -> PrivacyReport:
@@ -235,7 +285,7 @@ def verify_report(report: PrivacyReport, ledger: PrivacyLedger) -> PrivacyReport
     Raises:
         ValueError: If they differ in more than software versions; the first difference is named.
     """
-    recomputed = privacy_report(ledger)
+    recomputed = privacy_report(ledger, weights=report.weights)
     stated = asdict(report)
     for name, value in asdict(recomputed).items():
         same = (
@@ -246,9 +296,30 @@ def verify_report(report: PrivacyReport, ledger: PrivacyLedger) -> PrivacyReport
         if not same and name not in ("versions", "accountant_version"):
             raise ValueError(
                 f"{name}={stated[name]!r} in the privacy report must be {value!r}, as the ledger "
-                "has it; the report is of another time, or was changed."
+                "has it; the report is of another time, or was changed: save the model again."
             )
     return recomputed
+
+
+def verify_weights(report: PrivacyReport, found: Mapping[str, str], folder: Path) -> None:
+    """Compare the weights in a folder with those that a report belongs to.
+
+    Args:
+        report: Of the folder.
+        found: From ``hash_weights``.
+        folder: Named in the refusal.
+
+    Raises:
+        ValueError: If a file of weights is not the one in the report, or one is missing.
+    """
+    for name in sorted(found.keys() | report.weights.keys()):
+        if found.get(name) != report.weights.get(name):
+            raise ValueError(
+                f"weights={name!r} in {folder} must be the file that the privacy report belongs "
+                f"to, of SHA-256 {report.weights.get(name, 'not stated')}, and it is "
+                f"{found.get(name, 'missing')}; save the model again with save_model, which "
+                "writes both."
+            )
 
 
 def epsilon_curve(ledger: PrivacyLedger) -> list[tuple[int, float]]:
@@ -284,7 +355,7 @@ def plot_epsilon(ledger: PrivacyLedger, path: Path) -> bool:
     axes = figure.add_subplot()
     axes.plot(draws, epsilons)
     axes.set_xlabel("noise draws (steps)")
-    axes.set_ylabel(f"epsilon at delta = {ledger.runs[-1].delta:.3g}")
+    axes.set_ylabel(f"epsilon at delta = {round_up(ledger.runs[-1].delta)}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -342,15 +413,15 @@ def build_model_card(
         license=license,
         model_name=title,
     )
-    names = ", ".join(_plain(name) for name in label_names[:MOST_NAMED_CLASSES])
+    names = ", ".join(plain(name) for name in label_names[:MOST_NAMED_CLASSES])
     if len(label_names) > MOST_NAMED_CLASSES:
         names += f" and {len(label_names) - MOST_NAMED_CLASSES} more"
     classes = f" ({len(label_names)} classes: {names})" if label_names else ""
-    software = ", ".join(f"{_plain(n)} {_plain(str(v))}" for n, v in report.versions.items())
+    software = ", ".join(f"{plain(n)} {plain(str(v))}" for n, v in report.versions.items())
     sections = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {_plain(title)}",
-        *([] if report.guarantee else [NO_GUARANTEE]),
+        f"# {plain(title)}",
+        *_warning(report),
         f"An image classifier{', several labels per image' if multi_label else ''}: "
         f"{_named(base_model, 'model')}, fine-tuned on {_named(dataset, 'data set')}{classes} with "
         "differentially private training (hf-dpmuon).",
@@ -373,11 +444,35 @@ def build_model_card(
     return "\n\n".join(sections) + "\n"
 
 
+def card_states(report: PrivacyReport, text: str) -> bool:
+    """Returns whether a card, edited or not, states this report's guarantee and no other.
+
+    All that follows from the report alone must stand in it as it was written: the warning, the
+    statement, the table of facts and what was counted; of the metadata, the tag of a guarantee.
+    """
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    if match is None:
+        return False
+    try:
+        is_tagged = GUARANTEE_TAG in yaml.safe_load(match[1])["tags"]
+    except (yaml.YAMLError, TypeError, KeyError):
+        return False
+    paragraphs = text.split("\n\n")
+    stated = [*_warning(report), *_privacy_statement(report)]
+    stated += [_table(_privacy_facts(report)), _list(_scope(report))]
+    return (
+        is_tagged == report.protects
+        and all(paragraphs.count(paragraph) == 1 for paragraph in stated)
+        and text.count(STATED) == 1
+    )
+
+
 NO_GUARANTEE = (
-    "**This model carries no privacy guarantee.** It was trained with fixed noise or without "
-    "noise, for testing; the numbers below describe what the same settings would give with secret "
-    "noise."
+    "**This model carries no privacy guarantee.** It was trained with fixed noise, without noise, "
+    "or with too little for any epsilon; the numbers below describe what the same settings would "
+    "give with secret noise."
 )
+STATED = "-differentially private for each "
 LIMITS = (
     "The guarantee is for training by this software as it was run; it says nothing of whether the "
     "model is accurate, fair or fit for clinical use.",
@@ -404,7 +499,7 @@ def _metadata(
         datasets=[dataset] if dataset is not None and _is_hub_id(dataset) else None,
         library_name=library,
         pipeline_tag=PIPELINE_TAG,
-        tags=[*([GUARANTEE_TAG] if report.guarantee else []), *TAGS],
+        tags=[*([GUARANTEE_TAG] if report.protects else []), *TAGS],
         model_name=model_name if metrics else None,  # the name of the results
         eval_results=[
             EvalResult(
@@ -421,35 +516,48 @@ def _metadata(
     )
 
 
+def _warning(report: PrivacyReport) -> list[str]:
+    """What a card says first where the numbers promise nothing."""
+    if not report.guarantee:
+        return [NO_GUARANTEE]
+    if report.protects:
+        return []
+    return [
+        "**This model protects nobody.** At an epsilon of "
+        f"{round_up(report.epsilon)} an attacker who allows {report.membership_fpr * 100:g} % "
+        f"false alarms may find {percent_up(report.sharper_membership_tpr)} of the members."
+    ]
+
+
 def _privacy_statement(report: PrivacyReport) -> list[str]:
-    unit, level = _plain(report.privacy_unit), _plain(report.level[:1].upper() + report.level[1:])
+    unit, level = plain(report.privacy_unit), plain(report.level[:1].upper() + report.level[1:])
     holds = "is" if report.guarantee else "would be"
-    factor = "" if report.epsilon > 20 else f" = {_up(math.exp(report.epsilon))}"
+    factor = "" if report.epsilon > 20 else f" = {round_up(math.exp(report.epsilon))}"
     paragraphs = [
         f"**{level} differential privacy.** This model {holds} "
-        f"({_up(report.epsilon)}, {_up(report.delta)})-differentially private for each {unit} of "
+        f"({round_up(report.epsilon)}, {round_up(report.delta)}){STATED}{unit} of "
         "the training data: whoever sees the model, and knows everything else, sees almost the "
         f"same whether or not that {unit} was used. No conclusion about it becomes more than "
         f"exp(epsilon){factor} times as probable by its use, up to a probability delta.",
         "As a bound on membership inference: an attacker who allows "
         f"{report.membership_fpr * 100:g} % false alarms finds at most "
-        f"{_percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "
-        f"most {_percent_up(report.sharper_membership_tpr)} by all that is known of the noise.",
+        f"{percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "
+        f"most {percent_up(report.sharper_membership_tpr)} by all that is known of the noise.",
     ]
     if report.group_epsilon is not None:
-        group, size = _plain(report.group_name or "id"), report.largest_group
+        group, size = plain(report.group_name or "id"), report.largest_group
         paragraphs.append(
             f"**{level}, not {group}-level.** One {group} has up to {size} {unit}s in the training "
-            f"data; for all {size} together epsilon {holds} at most {_up(report.group_epsilon)} at "
-            "the same delta (group privacy)."
+            f"data; for all {size} together epsilon {holds} at most "
+            f"{round_up(report.group_epsilon)} at the same delta (group privacy)."
         )
     return paragraphs
 
 
 def _privacy_facts(report: PrivacyReport) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "epsilon": _ceiling(report.epsilon),
-        "delta": _up(report.delta),
+        "epsilon": round_up_fixed(report.epsilon),
+        "delta": round_up(report.delta),
         "privacy unit": f"{report.privacy_unit} ({report.level})",
     }
     if report.max_examples_per_unit is not None:
@@ -457,8 +565,8 @@ def _privacy_facts(report: PrivacyReport) -> dict[str, Any]:
             f"at most {report.max_examples_per_unit}"
         )
     if report.group_epsilon is not None:
-        facts[f"epsilon of {report.largest_group} {report.privacy_unit}s together"] = _ceiling(
-            report.group_epsilon
+        facts[f"epsilon of {report.largest_group} {report.privacy_unit}s together"] = (
+            round_up_fixed(report.group_epsilon)
         )
     return facts | {
         "adjacency": report.adjacency,
@@ -469,15 +577,15 @@ def _privacy_facts(report: PrivacyReport) -> dict[str, Any]:
         "noise draws (steps)": report.steps,
         "clipping": f"{report.clipping}, C = {report.per_sample_max_grad_norm:g}",
         f"membership: true positives at {report.membership_fpr * 100:g} % false positives": (
-            f"at most {_percent_up(report.membership_tpr)} by epsilon and delta, "
-            f"{_percent_up(report.sharper_membership_tpr)} by all draws"
+            f"at most {percent_up(report.membership_tpr)} by epsilon and delta, "
+            f"{percent_up(report.sharper_membership_tpr)} by all draws"
         ),
         "a guarantee": "yes" if report.guarantee else "NO",
     }
 
 
 def _scope(report: PrivacyReport) -> list[str]:
-    unit = _plain(report.privacy_unit)
+    unit = plain(report.privacy_unit)
     earlier = (
         f" It was started or resumed {report.runs} times; the {report.draws_before_last_run} draws "
         "before the last time are among them."
@@ -509,7 +617,7 @@ def _evaluation(metrics: Mapping[str, float], *, metrics_public: bool) -> list[s
 
 
 def _named(name: str | None, kind: str) -> str:
-    return f"a local {kind}" if name is None else _plain(name)
+    return f"a local {kind}" if name is None else plain(name)
 
 
 def _is_hub_id(name: str | None) -> bool:
@@ -521,7 +629,7 @@ def _is_hub_id(name: str | None) -> bool:
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    lines = [f"| {_plain(str(name))} | {_plain(str(value))} |" for name, value in rows.items()]
+    lines = [f"| {plain(str(name))} | {plain(str(value))} |" for name, value in rows.items()]
     return "\n".join(["| | |", "|---|---|", *lines])
 
 
@@ -534,25 +642,11 @@ def _one_line(text: str) -> str:
     return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     r"""One line of text that Markdown shows as it is.
 
-    >>> print(_plain("a|b\n# c_d"))
+    >>> print(plain("a|b\n# c_d"))
     a\|b \# c_d
     """
     escaped = re.sub(r"([\\`*\[\]<>#|~$&{}!])", r"\\\1", _one_line(text))
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
-
-
-def _up(value: float) -> str:
-    """Three significant digits, rounded up."""
-    return f"{float(Context(prec=3, rounding=ROUND_CEILING).create_decimal(repr(float(value)))):g}"
-
-
-def _ceiling(epsilon: float) -> str:
-    """Four decimals, rounded up."""
-    return "infinite" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1e4) / 1e4:.4f}"
-
-
-def _percent_up(share: float) -> str:
-    return f"{min(100.0, math.ceil(share * 1e4) / 100):g} %"

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -29,6 +30,9 @@ from hf_dpmuon.accounting import (
     group_epsilon,
     membership_tpr,
     num_steps,
+    percent_up,
+    round_up,
+    round_up_fixed,
     sharper_membership_tpr,
     steps_per_epoch,
 )
@@ -540,3 +544,45 @@ def test_a_membership_bound_refuses(change, message):
 def test_a_group_bound_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         group_epsilon([], **({"group_size": 2, "delta": DELTA} | change))
+
+
+# Printing
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.floats(1e-12, 1e12) | st.integers(1, 10**7).map(lambda n: n / 1e4),
+    st.integers(1, 12),
+    st.integers(0, 8),
+)
+def test_what_is_printed_is_never_below_the_number(value, digits, decimals):
+    for number in (value, math.nextafter(value, math.inf), 0.0):
+        exact = Decimal(repr(number))
+        shown = Decimal(round_up(number, digits))
+        assert exact <= shown <= exact * (1 + Decimal(10) ** (1 - digits))
+        assert len(shown.normalize().as_tuple().digits) <= digits
+        fixed = Decimal(round_up_fixed(number, decimals))
+        assert exact <= fixed < exact + Decimal(10) ** -decimals
+        assert fixed.as_tuple().exponent == -decimals
+        share = min(1.0, number)
+        percent = Decimal(percent_up(share).removesuffix(" %"))
+        assert Decimal(repr(share)) * 100 <= percent <= 100
+        assert percent <= Decimal(repr(share)) * 100 + Decimal("0.01")
+
+
+def test_a_number_of_few_digits_is_printed_as_it_is():
+    assert [round_up(x) for x in (1e-5, 0.5, 8.0, 120.0, 1e6)] == [
+        "1e-05",
+        "0.5",
+        "8",
+        "120",
+        "1e+06",
+    ]
+    assert round_up_fixed(8.0) == "8.0000"
+    assert round_up(math.inf) == round_up_fixed(math.inf) == "inf"
+    assert [percent_up(x) for x in (0.1, 0.0001, 0.99999, 1.0)] == [
+        "10 %",
+        "0.01 %",
+        "100 %",
+        "100 %",
+    ]

@@ -21,7 +21,7 @@ from hf_dpmuon.accounting import (
 from hf_dpmuon.cli import main
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
-from hf_dpmuon.model_card import build_model_card, plot_epsilon, privacy_report
+from hf_dpmuon.model_card import build_model_card, hash_weights, plot_epsilon, privacy_report
 
 FACTS = RunFacts(
     delta=1e-5,
@@ -233,6 +233,21 @@ def test_the_table_compares_batch_sizes_at_equal_epochs(capsys):
         assert max(map(len, lines)) <= 100
 
 
+@few
+@given(st.integers(1000, 10**6), st.floats(0.3, 4), st.integers(1, 300))
+def test_no_cost_is_printed_below_the_true_one(capsys, num_units, sigma, steps):
+    arguments = ("budget", "--num_units", num_units, "--logical_batch_size", 500)
+    arguments += ("--sigma", sigma, "--steps", steps)
+    answer = values(*arguments, capsys=capsys)
+    lines = text(*arguments, capsys=capsys).splitlines()
+    (delta,) = re.findall(r"delta = (\S+),", lines[0])
+    assert answer["delta"] <= float(delta) <= answer["delta"] * 1.01
+    for row, plan in zip(lines[3:-3], answer["plans"], strict=True):
+        *_, epsilon, _, tpr, _ = row.split()
+        assert plan["epsilon"] <= float(epsilon) < plan["epsilon"] + 1.001e-4
+        assert plan["sharper_membership_tpr"] * 100 <= float(tpr) * (1 + 1e-15)
+
+
 def test_a_batch_size_without_a_solution_is_left_out(capsys):
     plans = values(
         *("budget", "--num_units", 1000, "--logical_batch_size", 10, "--epsilon", 2),
@@ -342,6 +357,77 @@ def test_a_report_without_its_ledger_is_only_stated(folder, capsys):
     output = text("inspect", folder, capsys=capsys)
     assert "\x1b" not in output
     assert "\nepsilon 0" not in output
+
+
+def test_inspect_prints_every_cost_in_full(folder, capsys):
+    delta = 1 / 30_001
+    ledger = PrivacyLedger.load(folder / LEDGER_FILE)
+    ledger.open_run(replace(FACTS, delta=delta))
+    (folder / "privacy_report.json").unlink()
+    report = privacy_report(ledger)
+    words = text("inspect", folder, capsys=capsys).replace(",", " ").split()
+    for cost in (report.epsilon, report.membership_tpr, report.sharper_membership_tpr):
+        assert repr(cost) in words
+    assert words.count(repr(delta)) == 2  # of the report, of the start
+
+
+def test_the_weights_beside_a_report_are_verified(folder, capsys):
+    assert values("inspect", folder, capsys=capsys)["weights_verified"] is False
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"of step 40")
+    # The report is of a version that recorded none.
+    assert values("inspect", folder, capsys=capsys)["weights_verified"] is False
+    path = folder / "privacy_report.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps({**stated, "weights": hash_weights(folder)}))
+    for has_ledger in (True, False):
+        if not has_ledger:
+            (folder / LEDGER_FILE).unlink()
+        assert values("inspect", folder, capsys=capsys)["weights_verified"] is True
+        assert "The weights are those of the report." in text("inspect", folder, capsys=capsys)
+    weights.write_bytes(b"of step 41")
+    for command in ("inspect", "card"):
+        assert "weights='model.safetensors' in" in refusal(command, folder, capsys=capsys)
+    weights.unlink()
+    assert values("inspect", folder, capsys=capsys)["weights_verified"] is False
+
+
+def test_a_checkpoint_is_compared_with_the_ledger_of_its_run(folder, capsys):
+    def ahead(path):
+        return values("inspect", path, capsys=capsys)["draws_of_the_run_ahead"]
+
+    run = PrivacyLedger.load(folder / LEDGER_FILE)
+    checkpoint = folder / "checkpoint-40"
+    checkpoint.mkdir()
+    run.copy_to(checkpoint / LEDGER_FILE)
+    assert ahead(folder) is None
+    assert ahead(checkpoint) == 0
+    assert "has the same draws" in text("inspect", checkpoint, capsys=capsys)
+    run.record(NoiseEvent(41, 1.1, 0.02, 1.0, "flat", "0" * 64))
+    assert ahead(checkpoint) == 1
+    assert "is 1 draws AHEAD of this checkpoint" in text("inspect", checkpoint, capsys=capsys)
+    later = PrivacyLedger.load(checkpoint / LEDGER_FILE)
+    later.copy_to(folder / LEDGER_FILE)
+    for step in (41, 42):
+        later.record(NoiseEvent(step, 1.1, 0.02, 1.0, "flat", "0" * 64))
+    (folder / "privacy_report.json").unlink()
+    assert ahead(checkpoint) == -2
+    assert "This checkpoint is 2 draws AHEAD" in text("inspect", checkpoint, capsys=capsys)
+    PrivacyLedger.load(folder / LEDGER_FILE).record(
+        NoiseEvent(41, 1.2, 0.02, 1.0, "flat", "0" * 64)
+    )
+    assert "are not of one run" in refusal("inspect", checkpoint, capsys=capsys)
+    (folder / LEDGER_FILE).unlink()
+    assert ahead(checkpoint) is None
+
+
+def test_a_guarantee_that_protects_nobody_is_marked(tmp_path, capsys):
+    ledger = PrivacyLedger.create(tmp_path / LEDGER_FILE)
+    ledger.open_run(FACTS)
+    ledger.record(NoiseEvent(1, 0.01, 0.02, 1.0, "flat", "0" * 64))
+    output = text("inspect", tmp_path, capsys=capsys)
+    assert "PROTECTS NOBODY" in output
+    assert "NO GUARANTEE" not in output
 
 
 def test_a_report_that_differs_from_the_ledger_is_an_error(folder, capsys):

@@ -11,10 +11,12 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,25 @@ from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
 from test_processes import in_processes
 from test_trainer import Images, as_loaded, trainer_of
-from transformers import AutoModelForImageClassification, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForImageClassification,
+    BeitConfig,
+    CLIPConfig,
+    ConvNextConfig,
+    Dinov2Config,
+    PreTrainedConfig,
+    SwinConfig,
+    Trainer,
+    TrainerCallback,
+    ViTConfig,
+    ViTImageProcessor,
+)
 
 import hf_dpmuon
 from hf_dpmuon import hub
 from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.model_card import hash_weights
+from hf_dpmuon.models import load_model, save_model
 from hf_dpmuon.trainer import DPTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -236,10 +252,12 @@ def test_timm_loads_what_was_pushed(server, tmp_path):
 def test_shards_are_pushed_and_load_but_no_weights_of_another_model(server, folder):
     plain = AutoModelForImageClassification.from_pretrained(folder)
     plain.save_pretrained(folder, max_shard_size="10KB")
+    restate(folder)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     with pytest.raises(ValueError, match="save the model into a new folder"):
         hub.push_folder(folder, "scans")  # the single file of before is still there
     (folder / "model.safetensors").unlink()
+    restate(folder)
     hub.push_folder(folder, "scans")
     pushed = AutoModelForImageClassification.from_pretrained(REPOSITORY)
     assert all(
@@ -313,33 +331,315 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_local_paths_do_not_leave(server, folder):
-    for value in ("/home/miller/vit", "~/vit", "C:\\Users\\miller"):
-        change(folder / "config.json", _name_or_path=value)
+def restate(folder: Path) -> None:
+    """Make the report one of the weights that are in the folder now."""
+    change(folder / "privacy_report.json", weights=hash_weights(folder))
+
+
+PATHS = [
+    "/home/miller/vit",
+    "~/vit",
+    "~miller/vit",
+    "C:\\Users\\miller",
+    "C:/Users/miller",
+    "\\\\clinic-nas\\scans\\ct",
+    "file:///home/miller/vit",
+    "file:/home/miller",
+    "s3://clinic/patients",
+    "local-dir:/home/miller/vit",
+    "path=/home/miller/vit",
+    "../scans/ct",
+    "see (/home/miller/vit)",
+]
+IN_JSON_ONLY = ["/data", "patients/P001.png", "scans\\Mrs Miller 7.dcm", "splits/train.csv"]
+
+
+@pytest.mark.parametrize("path", [*PATHS, *IN_JSON_ONLY])
+def test_local_paths_do_not_leave(server, folder, path):
+    config = json.loads((folder / "config.json").read_text())
+    holders: list[dict[str, Any]] = [
+        {"_name_or_path": path},
+        {path: 1},
+        {"a": {"label_names": [path]}},
+        {"a": [{path: 1}]},
+    ]
+    for more in holders:
+        (folder / "config.json").write_text(json.dumps({**config, **more}))
         with pytest.raises(ValueError, match=r"config\.json names the local path"):
             hub.push_folder(folder, "scans")
-    # Names of classes are public, and names of the Hub and addresses are no paths.
-    change(
-        folder / "config.json",
-        _name_or_path="google/vit-base",
-        id2label={"0": "/left/upper", "1": "b", "2": "c"},
-        url="https://huggingface.co/google/vit-base",
-    )
+    assert server.requests == []
+    # Names of classes are public, in the card too.
+    (folder / "config.json").write_text(json.dumps(config))
+    change(folder / "config.json", id2label={"0": path, "1": "b", "2": "c"})
+    card = folder / "README.md"
+    text = card.read_text()
+    card.write_text(f"{text}\nClasses: {hub.plain(path)}, b, c\n")
     hub.push_folder(folder, "scans")
     sent = len(server.requests)
-    card = folder / "README.md"
-    card.write_text(card.read_text() + "\nBase model: `/srv/models/vit`.\n")
-    with pytest.raises(ValueError, match=r"README\.md names the local path '/srv/models/vit'"):
-        hub.push_folder(folder, "scans")
+    (folder / "config.json").write_text(json.dumps(config))
+    if path in PATHS:
+        for shown in (path, hub.plain(path), f"`{path}`"):
+            card.write_text(f"{text}\nBase model: {shown}\n")
+            with pytest.raises(ValueError, match=r"README\.md names the local path"):
+                hub.push_folder(folder, "scans")
     assert len(server.requests) == sent
+
+
+def written_by_timm(name: str, folder: Path) -> Any:
+    import timm
+    from timm.models._hub import save_config_for_hf
+
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=3)
+    save_config_for_hf(model, str(folder / "config.json"), {"label_names": ["a/b.png", "b", "c"]})
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(c() for c in (ViTConfig, Dinov2Config, SwinConfig, BeitConfig, ConvNextConfig)),
+        CLIPConfig(),
+        ViTImageProcessor(),
+        *("test_vit", "vit_base_patch16_siglip_224", "convnext_atto", "nf_resnet50"),
+    ],
+    ids=lambda c: c if isinstance(c, str) else type(c).__name__,
+)
+def test_what_libraries_write_names_no_local_path(config, tmp_path):
+    if isinstance(config, str):
+        import timm
+
+        values = [written_by_timm(config, tmp_path)]
+        # What older versions of timm wrote down as well: where the weights came from.
+        values.append(json.loads(json.dumps(timm.get_pretrained_cfg(config).to_dict())))
+    else:
+        if isinstance(config, PreTrainedConfig):
+            config._name_or_path = "google/vit-base-patch16-224"
+        values = [json.loads(config.to_json_string())]
+    for value in values:
+        assert list(hub._local_paths(value, hub.LABEL_KEYS)) == []
 
 
 def test_weights_carry_nothing_else(server, folder):
     weights = folder / "model.safetensors"
-    save_file(load_file(weights), weights, metadata={"format": "pt", "loss": "0.123"})
-    with pytest.raises(ValueError, match="loss beside the weights"):
+    tensors = load_file(weights)
+    for name, metadata in {
+        "loss": {"format": "pt", "loss": "0.123"},
+        "format": {"format": "of Mrs Miller"},
+    }.items():
+        save_file(tensors, weights, metadata=metadata)
+        restate(folder)
+        with pytest.raises(ValueError, match=f"{name} beside the weights"):
+            hub.push_folder(folder, "scans")
+    weights.write_bytes(b"no weights")
+    restate(folder)
+    with pytest.raises(ValueError, match="cannot be read"):
         hub.push_folder(folder, "scans")
     assert server.requests == []
+
+
+def model_of(library: str) -> Any:
+    """A model of three classes as each library saves it."""
+    import timm
+
+    names = ("a", "b", "c")
+    if library == "hf_dpmuon":
+        return load_model("builtin:wrn-16-4", label_names=names)
+    model = (
+        timm.create_model("test_vit", num_classes=3)
+        if library == "timm"
+        else AutoModelForImageClassification.from_config(BEIT)
+    )
+    processor = ViTImageProcessor() if library == "transformers" else None
+    return replace(as_loaded(model), library=library, processor=processor)
+
+
+BEIT = BeitConfig(
+    image_size=8,
+    patch_size=4,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=8,
+    num_labels=3,
+    use_relative_position_bias=True,  # one of its own buffers
+)
+
+
+@pytest.mark.parametrize("library", ["transformers", "timm", "hf_dpmuon"])
+def test_a_tensor_that_the_architecture_does_not_have_stays(server, folder, library):
+    loaded = model_of(library)
+    inner = next(module for module in loaded.model.modules() if not list(module.children()))
+    generator = torch.get_rng_state()
+
+    def push() -> None:
+        save_model(loaded, folder)
+        restate(folder)
+        hub.push_folder(folder, "scans")
+
+    push()
+    for module in (loaded.model, inner):
+        module.register_buffer("cache", torch.ones(4, 3, 8, 8), persistent=False)
+        push()
+        sent = len(server.requests)
+        module.register_buffer("cache", torch.ones(4, 3, 8, 8))
+        with pytest.raises(ValueError, match=r"differ in the tensors \S*cache,.*persistent=False"):
+            push()
+        assert len(server.requests) == sent
+        del module.cache
+    assert torch.equal(torch.get_rng_state(), generator)
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("model_type", "architecture", "residual_network"):
+        if name in config:
+            change(folder / "config.json", **{name: "of my own"})
+            with pytest.raises(ValueError, match="cannot be compared with the architecture"):
+                hub.push_folder(folder, "scans")
+
+
+def test_nothing_but_regular_files_leaves(server, folder, tmp_path):
+    for name in MODEL_FILES:
+        path, elsewhere = folder / name, tmp_path / name
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        with pytest.raises(ValueError, match=f"{name} is no regular file"):
+            hub.push_folder(folder, "scans")
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(ValueError, match=f"{name} is no regular file"):
+            hub.push_folder(folder, "scans")
+        path.rmdir()
+        elsewhere.rename(path)
+    assert server.requests == []
+    hub.push_folder(folder, "scans")
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    check = struct.pack(">I", zlib.crc32(name + content))
+    return struct.pack(">I", len(content)) + name + content + check
+
+
+def test_a_picture_is_pixels_alone(server, folder):
+    path = folder / "epsilon.png"
+    drawn = path.read_bytes()
+    end = chunk(b"IEND", b"")
+    assert drawn.endswith(end)
+    hidden = [
+        drawn.removesuffix(end) + chunk(name, b"Comment\0Mrs Miller") + end
+        for name in (b"tEXt", b"zTXt", b"iTXt", b"eXIf", b"prVt")
+    ]
+    hidden += [drawn + b"Mrs Miller", drawn + drawn, drawn.removesuffix(end), b"Mrs Miller", b""]
+    for content in hidden:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"epsilon\.png is no PNG of pixels alone"):
+            hub.push_folder(folder, "scans")
+    assert server.requests == []
+
+
+# ---- report, ledger, card and weights belong together ----
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def of_an_earlier_step(folder: Path, *names: str) -> None:
+    for name in names:
+        shutil.copy(folder / "checkpoint-2" / name, folder / name)
+
+
+def take_a_step(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[min(tensors)] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+MIX_UPS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "epsilon edited": (
+        "epsilon=0.01 in the privacy report must be",
+        lambda f: change(f / "privacy_report.json", epsilon=0.01),
+    ),
+    "a further key": (
+        "is not a privacy report of this version",
+        lambda f: change(f / "privacy_report.json", rows="P001"),
+    ),
+    "report and card of an earlier step": (
+        "steps=2 in the privacy report|epsilon=.* in the privacy report",
+        lambda f: of_an_earlier_step(f, "privacy_report.json", "README.md"),
+    ),
+    "all but the ledger of an earlier step": (
+        "in the privacy report must be",
+        lambda f: of_an_earlier_step(f, "privacy_report.json", "README.md", "model.safetensors"),
+    ),
+    "weights of an earlier step": (
+        "weights='model.safetensors' in .* must be the file",
+        lambda f: of_an_earlier_step(f, "model.safetensors"),
+    ),
+    "weights of a later step": ("must be the file that the privacy report", take_a_step),
+    "weights not hashed": (
+        "not stated",
+        lambda f: change(f / "privacy_report.json", weights={}),
+    ),
+    "weights that are not there": (
+        "it is missing",
+        lambda f: change(
+            f / "privacy_report.json", weights={**hash_weights(f), "x.safetensors": "0"}
+        ),
+    ),
+    "a card of an earlier step": (
+        "README.md does not state the guarantee",
+        lambda f: of_an_earlier_step(f, "README.md"),
+    ),
+    "a card without its statement": (
+        "README.md does not state the guarantee",
+        lambda f: edit(f / "README.md", "differential privacy.**", "privacy.**"),
+    ),
+    "a card with a second statement": (
+        "README.md does not state the guarantee",
+        lambda f: edit(
+            f / "README.md",
+            "## Privacy\n",
+            "## Privacy\n\nIt is (0.1, 0)-differentially private for each patient.\n",
+        ),
+    ),
+    "a card without its tag": (
+        "README.md does not state the guarantee",
+        lambda f: edit(f / "README.md", "- differential-privacy\n", ""),
+    ),
+    "a card without metadata": (
+        "README.md does not state the guarantee",
+        lambda f: edit(f / "README.md", "---\n", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIX_UPS)
+def test_what_does_not_belong_together_stays(server, folder, name):
+    message, mix_up = MIX_UPS[name]
+    mix_up(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        hub.push_folder(folder, "scans")
+    assert "\n" not in str(caught.value)
+    assert server.requests == []
+
+
+def test_a_voided_guarantee_cannot_be_claimed_beside_its_ledger(server, tmp_path):
+    trainer = trainer_of(tmp_path / "seed", max_steps=1, noise_seed=7)
+    trainer.train()
+    trainer.save_model()
+    change(tmp_path / "seed" / "privacy_report.json", guarantee=True)
+    with pytest.raises(ValueError, match="guarantee=True in the privacy report must be False"):
+        hub.push_folder(tmp_path / "seed", "scans")
+    assert server.requests == []
+
+
+def test_what_a_publisher_adds_to_the_card_is_pushed(server, folder):
+    card = folder / "README.md"
+    edit(card, "---\n", "---\nlanguage: en\n")
+    edit(card, "## Limits", "## Use\n\nAsk Dr Weber.\n\n## Limits")
+    hub.push_folder(folder, "scans")
+    assert b"Ask Dr Weber" in server.repositories[REPOSITORY].files["README.md"]
 
 
 @pytest.mark.parametrize("missing", ["privacy_report.json", "README.md", "config.json"])
@@ -355,6 +655,15 @@ def test_a_model_without_a_guarantee_stays(server, tmp_path):
         trainer = trainer_of(tmp_path / name, max_steps=1, **{"noise_seed": None, **settings})
         trainer.train()
         with pytest.raises(ValueError, match="without a guarantee of privacy"):
+            trainer.push_to_hub()
+    for name, sigma in {"next to none": 1e-5, "little": 1e-2}.items():
+        trainer = trainer_of(tmp_path / name, max_steps=1, noise_multiplier=sigma, noise_seed=None)
+        trainer.train()
+        message = {
+            "next to none": "without a guarantee of privacy",
+            "little": r"protects nobody: epsilon=\d+\.\d{4} at .* by 100 % of the members",
+        }[name]
+        with pytest.raises(ValueError, match=message):
             trainer.push_to_hub()
     untrained = trainer_of(tmp_path / "untrained", noise_seed=None)
     with pytest.raises(ValueError, match="train first"):
@@ -414,6 +723,21 @@ def test_a_repository_that_becomes_public_during_the_upload_is_refused(server, f
         hub.push_folder(folder, "scans")
     assert server.asked("POST", "/commit/") == 0
     assert server.repositories[REPOSITORY].messages == ["initial commit"]
+
+
+def test_a_repository_that_becomes_public_with_the_commit_is_told(server, folder, monkeypatch):
+    commit = HfApi.create_commit
+
+    def publish_first(*args: Any, **kwargs: Any) -> Any:
+        server.repositories[REPOSITORY].private = False
+        return commit(*args, **kwargs)
+
+    monkeypatch.setattr(HfApi, "create_commit", publish_first)
+    message = f"became public while .* make it private now at {server.endpoint}/{REPOSITORY}/sett"
+    with pytest.raises(hub.PublicRepositoryError, match=message):
+        hub.push_folder(folder, "scans")
+    assert set(server.uploaded[REPOSITORY]) == MODEL_FILES
+    hub.push_folder(folder, "scans", private=False)
 
 
 def test_a_checkpoint_that_cannot_be_pushed_does_not_stop_training(server, tmp_path, caplog):
@@ -524,8 +848,8 @@ def test_a_lasting_failure_is_one_sentence_and_the_folder_can_be_pushed_again(
 
 def test_metadata_that_the_hub_refuses_is_one_sentence(server, folder):
     card = folder / "README.md"
-    card.write_text("---\ntags: 3\n---\n" + card.read_text().split("---\n", 2)[2])
-    with pytest.raises(ValueError, match=r'Invalid metadata in README.*"tags" must be an array'):
+    edit(card, "---\n", "---\nlanguage: 3\n")
+    with pytest.raises(ValueError, match=r'Invalid metadata in README.*"language" must be an arr'):
         hub.push_folder(folder, "scans")
     assert server.asked("POST", "/commit/") == 0
 
