@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -381,6 +383,7 @@ class DPTrainingArguments(TrainingArguments):
         name_folder = self.output_dir is None
         if name_folder:
             self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
+        self._check_output_dir()
         self._check_privacy()
         self._check_training_loop()
         self._check_launcher()
@@ -391,6 +394,15 @@ class DPTrainingArguments(TrainingArguments):
             self.loss_scale = 1024.0 if self.mixed_precision == "fp16" else 1.0
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
+
+    def _check_output_dir(self) -> None:
+        """Find out before the data is read whether anything could be saved."""
+        folder = Path(str(self.output_dir)).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not self.output_dir or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"output_dir={self.output_dir!r} cannot be made or written; name a folder that can."
+            )
 
     def _check_privacy(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -413,6 +425,29 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"per_sample_max_grad_norm={self.per_sample_max_grad_norm} must be a finite number "
                 "> 0, for instance 1.0."
+            )
+        for name, number, least in (
+            ("learning_rate", self.learning_rate, 0.0),
+            ("vector_learning_rate", self.vector_learning_rate, 0.0),
+            ("weight_decay", self.weight_decay, 0.0),
+            ("per_device_train_batch_size", self.per_device_train_batch_size, 1),
+            ("per_device_eval_batch_size", self.per_device_eval_batch_size, 1),
+            ("dataloader_num_workers", self.dataloader_num_workers, 0),
+        ):
+            if number is not None and not least <= number < float("inf"):
+                raise ValueError(f"{name}={number} must be a finite number >= {least}.")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"max_steps={self.max_steps} must be >= 1, or -1 for whole epochs.")
+        if not 0 < self.num_train_epochs < float("inf"):
+            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be > 0.")
+        if not 0 <= self.label_smoothing_factor < 1:
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor} must be in [0, 1)."
+            )
+        if self.hub_license is not None and not re.fullmatch(r"[a-z0-9.+-]+", self.hub_license):
+            raise ValueError(
+                f"hub_license={self.hub_license!r} must be a name that the Hub knows, such as "
+                "apache-2.0, cc-by-nc-4.0 or other."
             )
         if self.logical_batch_size < 1:
             raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
@@ -708,21 +743,26 @@ def parse_arguments(
     config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_only.add_argument("--config")
     path = config_only.parse_known_args(argv)[0].config
+    words = list(sys.argv[1:] if argv is None else argv)
+    values: dict[str, Any] = {}
+    in_file: dict[str, list[str]] = {}
     if path is not None:
         values = _read_config(Path(path), known)
-        words = sys.argv[1:] if argv is None else argv
         said = {word[2:].split("=")[0] for word in words if word.startswith("--")}
         for name, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
             if name in said and other not in said:
                 values.pop(other, None)
-        parser.set_defaults(**values)
+        # As words before the others, so that the same checks hold and the command line wins.
+        in_file = {key: _as_words(key, value) for key, value in values.items()}
+        words = [word for of_key in in_file.values() for word in of_key] + words
     try:
-        _, unknown = parser.parse_known_args(argv)
+        for key, of_key in in_file.items():
+            if parser.parse_known_args(of_key)[1]:
+                raise ValueError(f"{key}={values[key]!r} in {path} must be a single value.")
+        _, unknown = parser.parse_known_args(words)
         if unknown:
             raise ValueError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "command line"))
-        *groups, _ = parser.parse_args_into_dataclasses(
-            args=None if argv is None else list(argv), look_for_args_file=False
-        )
+        *groups, _ = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from error
     model, data, training = groups
@@ -737,14 +777,24 @@ def parse_arguments(
 def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"config={str(path)!r} cannot be read: {error}.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"config={str(path)!r} cannot be read: {reason}.") from error
     if not isinstance(values, dict):
         raise ValueError(f"config={str(path)!r} must be a YAML mapping of option: value.")
     for key in values:
         if key not in known:
             raise ValueError(_unknown(str(key), known, str(path)))
     return values
+
+
+def _as_words(key: str, value: Any) -> list[str]:
+    """A value of the file as it would stand on the command line; none for an empty one."""
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return [f"--{key}", *map(str, value)]
+    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
 def _unknown(key: str, known: set[str], where: str) -> str:

@@ -302,9 +302,12 @@ class PrivateRun:
 
     def _check_folder_is_new(self) -> None:
         if (self.folder / LEDGER_FILE).exists():
+            resume = "pass --resume_from_checkpoint last to go on with that run, or "
+            if not any(self.folder.glob("checkpoint-*")):
+                resume = ""  # it wrote none
             raise ValueError(
-                f"output_dir={str(self.folder)!r} already holds a privacy ledger; pass "
-                "--resume_from_checkpoint to go on with that run, or choose another output_dir."
+                f"output_dir={str(self.folder)!r} already holds a privacy ledger; {resume}choose "
+                "another output_dir."
             )
 
     def _restore(self, checkpoint: Path) -> _Restored:

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from accelerate.utils import DynamoBackend, broadcast, gather_object
 from huggingface_hub import CommitInfo
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -787,8 +789,8 @@ class DPTrainer(Trainer):
             found = get_last_checkpoint(str(self.run.folder)) if self.run.folder.is_dir() else None
             if found is None:
                 raise ValueError(
-                    f"resume_from_checkpoint=True, but output_dir={self.args.output_dir!r} holds "
-                    "no checkpoint; name one, or start without it."
+                    f"resume_from_checkpoint: output_dir={self.args.output_dir!r} holds no "
+                    "checkpoint to go on from; choose another output_dir and start anew."
                 )
             return Path(found)
         if not os.path.isdir(resume):
@@ -892,17 +894,23 @@ class DPTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = self.run.folder if output_dir is None else Path(output_dir)
-        if self._loaded is not None:
-            save_model(self._loaded, folder)
-        else:
-            assert isinstance(self.model, PreTrainedModel)
-            self.model.save_pretrained(folder)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
-        if self.ledger is not None and len(self.ledger) > 0:
-            report = model_card.privacy_report(self.ledger)
-            write_json(folder / model_card.REPORT_FILE, report.to_dict())
-            self._write_card(report, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        # All files or none: a full disk leaves no model without its report.
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".incomplete-") as name:
+            staging = Path(name)
+            if self._loaded is not None:
+                save_model(self._loaded, staging)
+            else:
+                assert isinstance(self.model, PreTrainedModel)
+                self.model.save_pretrained(staging)
+                if self.processing_class is not None:
+                    self.processing_class.save_pretrained(staging)
+            if self.ledger is not None and len(self.ledger) > 0:
+                report = model_card.privacy_report(self.ledger)
+                write_json(staging / model_card.REPORT_FILE, report.to_dict())
+                self._write_card(report, staging)
+            for path in staging.iterdir():
+                os.replace(path, folder / path.name)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that the ledger supports into ``output_dir``."""
@@ -961,6 +969,14 @@ class DPTrainer(Trainer):
         self._staging = True
         try:
             super()._save_checkpoint(model, trial)
+            if self.is_world_process_zero():
+                self._complete_checkpoint(staging / name)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own
+            shutil.rmtree(staging, ignore_errors=True)
+            raise ValueError(
+                f"{name} could not be written ({str(error).splitlines()[0]}); free space, then "
+                "pass --resume_from_checkpoint last to go on from the checkpoint before it."
+            ) from error
         finally:
             self._staging = False
         if self.state.best_global_step:
@@ -968,7 +984,9 @@ class DPTrainer(Trainer):
             self.state.best_model_checkpoint = str(best)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            self._complete_checkpoint(staging / name)
+            self.state.save_to_json(str(staging / name / TRAINER_STATE_NAME))
+            for path in (staging / name).glob("rng_state*.pth"):
+                path.chmod(0o600)
             final = self.run.folder / name
             if final.exists():  # of an earlier run through this step
                 os.replace(final, staging / f"replaced-{name}")
@@ -987,9 +1005,6 @@ class DPTrainer(Trainer):
     def _complete_checkpoint(self, folder: Path) -> None:
         """Add what the base class does not know of."""
         assert self._batches is not None
-        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        for path in folder.glob("rng_state*.pth"):
-            path.chmod(0o600)
         if self.args.dp_filter != "none":
             torch.save(self._filter.state_dict(), folder / FILTER_FILE)
         self.run.save(

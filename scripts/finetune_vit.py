@@ -21,6 +21,7 @@ import os
 import sys
 
 import torch
+from safetensors import SafetensorError
 from transformers import set_seed
 
 from hf_dpmuon.arguments import (
@@ -150,7 +151,7 @@ def main() -> None:
             # Threads that gloo still runs when the interpreter ends would abort the process.
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OSError, SafetensorError) as error:
         print(f"finetune_vit: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -64,7 +64,19 @@ REFUSED = [
         "public_eval_split",
     ),
     ({"save_strategy": "best", "metric_for_best_model": "accuracy"}, "public_eval_split"),
-    ({"report_nonprivate_loss": True, "report_to": ["wandb"]}, "send raw losses to wandb"),
+    ({"max_steps": 0}, "max_steps=0 must be >= 1, or -1"),
+    ({"max_steps": -2}, "max_steps=-2"),
+    ({"num_train_epochs": -1}, "num_train_epochs=-1"),
+    ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
+    ({"per_device_train_batch_size": -1}, "per_device_train_batch_size=-1"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0"),
+    ({"vector_learning_rate": float("nan")}, "vector_learning_rate=nan"),
+    ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+    ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0"),
+    ({"label_smoothing_factor": -0.1}, "label_smoothing_factor=-0.1"),
+    ({"hub_license": "my own licence"}, "hub_license='my own licence'"),
+    ({"report_to": "wandb"}, "report_to='wandb' is not installed"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "public_eval_split"),
 ]
 
@@ -224,3 +236,69 @@ def test_epochs_on_the_command_line_are_not_overruled_by_steps_in_the_file(tmp_p
     config.write_text(f"target_epsilon: 8\nmax_steps: 60\nuse_cpu: true\noutput_dir: {tmp_path}\n")
     *_, args = parse_arguments([f"--config={config}", "--num_train_epochs=5"])
     assert (args.max_steps, args.num_train_epochs) == (-1, 5)
+
+
+def test_raw_losses_are_not_sent_anywhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "hf_dpmuon.arguments.get_available_reporting_integrations", lambda: ["wandb"]
+    )
+    arguments(tmp_path, report_to="wandb")
+    with pytest.raises(ValueError, match="would send raw losses to wandb"):
+        arguments(tmp_path, report_to="wandb", report_nonprivate_loss=True)
+
+
+@pytest.mark.parametrize("kind", ["file", "below a file", "empty"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_data_is_read(tmp_path, kind):
+    (tmp_path / "file").write_text("")
+    folder = {"file": tmp_path / "file", "below a file": tmp_path / "file" / "x", "empty": ""}
+    with pytest.raises(ValueError, match="cannot be made or written"):
+        DPTrainingArguments(str(folder[kind]), target_epsilon=8, use_cpu=True)
+
+
+def parsed(folder, text: str, *options: str):
+    config = folder / "run.yaml"
+    config.write_text(f"target_epsilon: 8\nuse_cpu: true\noutput_dir: {folder}\n{text}\n")
+    return parse_arguments([f"--config={config}", *options])
+
+
+def test_values_of_the_file_are_read_as_on_the_command_line(tmp_path):
+    _, data, args = parsed(
+        tmp_path,
+        "class_weights: balanced\nlabel_columns: Edema\ndicom_window: [-600, 1500]\n"
+        "random_flip: false\nmax_steps: 7\nlr_scheduler_kwargs: {num_cycles: 2}\n"
+        "learning_rate: 1e-3\ntarget_delta: null",
+    )
+    assert data.class_weights == ["balanced"]
+    assert data.label_columns == ["Edema"]
+    assert data.dicom_window == [-600, 1500]
+    assert data.random_flip is False
+    assert (args.max_steps, args.learning_rate, args.target_delta) == (7, 1e-3, None)
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_steps: 1.5",
+        "dicom_window: [a, b]",
+        "dicom_window: 40",
+        "per_sample_max_grad_norm: [1, 2]",
+        "logical_batch_size: true",
+        "max_examples_per_unit: 2.5",
+        "seed: 1.5",
+        "max_steps: {a: b}",
+    ],
+)
+def test_values_of_another_type_in_the_file_are_refused_in_one_sentence(tmp_path, text):
+    with pytest.raises(ValueError, match=text.split(":")[0]) as refusal:
+        parsed(tmp_path, text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_file_that_is_no_text_or_no_yaml_is_named_in_one_sentence(tmp_path):
+    config = tmp_path / "run.yaml"
+    for content in (b"\xff\xfe\x00", b"a: [1\nb: }"):
+        config.write_bytes(content)
+        with pytest.raises(ValueError, match="run.yaml' cannot be read") as refusal:
+            parse_arguments([f"--config={config}"])
+        assert "\n" not in str(refusal.value)

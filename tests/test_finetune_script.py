@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,36 @@ def test_help_names_every_privacy_option():
     assert done.returncode == 0
     for option in ("target_epsilon", "noise_multiplier", "logical_batch_size", "dataset_name"):
         assert f"--{option}" in done.stdout
+
+
+@pytest.mark.parametrize("saving", ["at the end", "a checkpoint"])
+def test_a_full_disk_ends_with_one_sentence_and_no_part_of_a_model(tmp_path, saving):
+    folder = tmp_path / "run"
+    options = ["--save_strategy=steps", "--save_steps=1"] if saving == "a checkpoint" else []
+    done = subprocess.run(
+        [
+            sys.executable,
+            "scripts/finetune_vit.py",
+            "--config=configs/quickstart.yaml",
+            "--max_steps=1",
+            "--logical_batch_size=32",
+            "--use_cpu",
+            f"--output_dir={folder}",
+            *options,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit:")]
+    assert "large" in line or "written" in line
+    left = {path.name for path in folder.iterdir()}
+    assert "privacy_ledger.jsonl" in left  # the step was taken, and counts
+    assert not left & {"model.safetensors", "config.json", "README.md", "privacy_report.json"}
+    assert not any("incomplete" in name or "checkpoint" in name for name in left)
