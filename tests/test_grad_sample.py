@@ -168,6 +168,27 @@ def test_hooks_name_a_layer_used_outside_its_forward() -> None:
         engine.per_sample_norms()
 
 
+class UsedTwice(nn.Module):
+    """A weight that its layer uses, and a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(images.mean(-1).flatten(1)[:, :12]))
+        return self.head(F.linear(x, self.layer.weight))
+
+
+def test_hooks_name_a_layer_of_which_they_know_only_a_part() -> None:
+    """Of whatever reason: the samples' gradients must add up to the batch's."""
+    engine = HooksGradSampleModule(UsedTwice().train())
+    backward(engine, *random_batch(3))
+    with pytest.raises(RuntimeError, match=r"^layer\.weight: .* do not add up"):
+        engine.per_sample_norms()
+
+
 class Skips(nn.Module):
     """A classifier that reaches its second layer only if told to."""
 

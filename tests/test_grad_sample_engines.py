@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from per_sample_oracle import (
 )
 from test_trainer import trainer_of
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_dpmuon.grad_sample import (
@@ -383,6 +386,44 @@ def test_a_parameter_read_where_nobody_looks_is_refused_by_name(engine_class: En
         engine.per_sample_norms()
 
 
+@intercepting
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_within_the_model_is_refused(engine_class: Engine, create_graph: bool) -> None:
+    class Descends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Linear(8, 3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = images.mean((1, 2)).requires_grad_()
+            energy = self.energy(x).square().sum()
+            (step,) = torch.autograd.grad(energy, x, create_graph=create_graph)
+            return self.energy(x - step)
+
+    engine = engine_class(Descends())
+    with pytest.raises(NotImplementedError, match=r"create_graph|^energy\.weight|^energy\.bias"):
+        backward(engine, *random_batch(3))
+
+
+@intercepting
+def test_a_scripted_module_is_refused_by_name(engine_class: Engine) -> None:
+    model = nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(192, 3)))
+    with pytest.raises(NotImplementedError, match=r"^1\.weight, 1\.bias"):
+        engine_class(model)
+
+
+@intercepting
+def test_a_compiled_module_is_exact(engine_class: Engine) -> None:
+    """Also where it is compiled again for a batch of another size."""
+    torch.manual_seed(0)
+    model = Uses((12,), lambda x, w: x * w).double()
+    model.patches = torch.compile(
+        nn.Sequential(nn.Linear(12, 12), nn.Tanh()).double(), backend="eager"
+    )
+    for size in (4, 3):
+        check_exact(engine_class, model, size)
+
+
 class Opaque:
     """An output in which nobody can look for tensors."""
 
@@ -537,6 +578,220 @@ def test_rows_that_are_not_samples_are_refused_by_name(
         engine(random_batch(5)[0])
 
 
+class Rearranged(nn.Module):
+    """A layer whose activations were rearranged, between others that need not know."""
+
+    def __init__(self, rearrange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.patches = nn.Linear(12, 12)
+        self.inner = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+        self.rearrange = rearrange
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.tanh(self.patches(features(images)))  # (B, 16, 12)
+        y = torch.tanh(self.inner(self.rearrange(x)))
+        return self.head(x.mean(1)) + y.sum()
+
+
+def one_half(x: Tensor) -> Tensor:
+    """A mask of half of the tokens of all samples together: as many rows as samples may divide."""
+    return x[..., 0] > x[..., 0].flatten().median()
+
+
+ROWS_LOST = {
+    "mask": lambda x: x[one_half(x)],
+    "masked_select": lambda x: x.masked_select(one_half(x)[..., None]).view(-1, 12),
+    "nonzero": lambda x: x[one_half(x).nonzero(as_tuple=True)],
+    "where": lambda x: x[torch.where(one_half(x))],
+    "sorted by value": lambda x: x[x[:, 0, 0].argsort()],
+    "index_select": lambda x: x.index_select(0, x[:, 0, 0].argsort()),
+    "gather": lambda x: x.gather(0, x.argsort(0)),
+    "sort": lambda x: x.sort(0).values,
+    "and computed on": lambda x: torch.relu(x[one_half(x)][:, None] * 2).squeeze(1),
+    "and put back": lambda x: torch.zeros_like(x).masked_scatter(
+        one_half(x)[..., None].expand_as(x), x[one_half(x)]
+    ),
+    "constant order": lambda x: x[torch.arange(len(x)).flip(0)],
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: x.roll(1, 0),
+    "cat": lambda x: torch.cat([x, x.flip(1)]),
+    "one sample": lambda x: x[0],
+    "chunk": lambda x: x.repeat_interleave(2, 0).chunk(2)[0],
+    "less the mean": lambda x: x - x.mean(0),
+    "softmax": lambda x: x.softmax(0),
+    "normalised": lambda x: x / x.abs().amax(dim=(0, 1)),
+    "transposed": lambda x: x.transpose(0, 1),
+    "permuted": lambda x: x.permute(1, 0, 2),
+    "stack": lambda x: torch.stack([x, x, x, x]),
+    "unravelled": lambda x: x.reshape(len(x), 4, 4, 12).swapaxes(0, 1),
+}
+ROWS_KEPT = {
+    "windows": lambda x: x.view(-1, 2, 2, 2, 2, 12).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, 12),
+    "heads": lambda x: x.reshape(len(x), 16, 3, 2, 2).permute(2, 0, 3, 1, 4)[1].repeat(1, 1, 1, 6),
+    "there and back": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "tokens by value": lambda x: x[torch.arange(len(x)), x[..., 0].argmax(1)],
+    "tokens sorted": lambda x: x.gather(1, x.argsort(1)),
+    "tokens kept": lambda x: x[torch.arange(len(x))[:, None], x[..., 0].argsort(1)[:, :3]],
+    "rolled": lambda x: x.view(-1, 4, 4, 12).roll((1, 1), (1, 2)).flatten(1, 2).flip(1),
+    "mean of two": lambda x: torch.stack([x, x.sin()]).mean(0),
+    "slices": lambda x: x[:, ::2, None][:, :, 0][..., :12],
+    "masked": lambda x: x.masked_fill(x > 0, 0.0) + torch.where(x > 0, x, -x),
+    "half": lambda x: torch.cat(x.unbind(1), 1).view(-1, 16, 12) + x.sum(1, True),
+}
+
+
+@intercepting
+@pytest.mark.parametrize("rearrange", ROWS_LOST.values(), ids=ROWS_LOST)
+def test_rows_of_no_known_sample_are_refused_by_name(
+    engine_class: Engine, rearrange: Callable[[Tensor], Tensor]
+) -> None:
+    """Though there are as many of them as the samples divide."""
+    model = Rearranged(rearrange)
+    with torch.no_grad():
+        rows = rearrange(features(random_batch(4)[0]))
+    assert len(rows) % 4 == 0
+    engine = engine_class(model)
+    with pytest.raises(
+        NotImplementedError, match=r"^inner\.weight.* meets .* made of a batch of 4"
+    ):
+        engine(random_batch(4)[0])
+
+
+@intercepting
+@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("rearrange", ROWS_KEPT.values(), ids=ROWS_KEPT)
+def test_rows_that_stay_with_their_samples_are_exact(
+    engine_class: Engine, rearrange: Callable[[Tensor], Tensor], size: int
+) -> None:
+    class Model(Rearranged):
+        def forward(self, images: Tensor) -> Tensor:
+            x = torch.tanh(self.patches(features(images)))
+            y = torch.tanh(self.inner(self.rearrange(x)))
+            return self.head(y.view(len(x), -1, 12).mean(1))
+
+    torch.manual_seed(0)
+    check_exact(engine_class, Model(rearrange).double(), size)
+
+
+def check_exact(engine_class: Engine, model: nn.Module, size: int) -> None:
+    images, labels = random_batch(size, dtype=torch.float64)
+    expected = loop_of_one(model, images, labels)
+    engine = engine_class(model)
+    backward(engine, images, labels)
+    assert_matches(engine, expected, rtol=1e-9)
+    engine.discard()
+    engine.remove_hooks()
+
+
+class Uses(nn.Module):
+    """Uses a parameter in one way."""
+
+    def __init__(self, shape: tuple[int, ...], use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(shape))
+        self.patches = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+        self.use = use
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = torch.tanh(self.patches(features(images))) + 2
+        return self.head(torch.tanh(self.use(x, self.weight)).mean(1))
+
+
+EXACT_USES = {
+    "bmm": ((12, 12), lambda x, w: torch.bmm(x, w.expand(len(x), -1, -1))),
+    "baddbmm": ((1, 12, 12), lambda x, w: torch.baddbmm(x, x, w.repeat(len(x), 1, 1))),
+    "matmul": ((12, 12), lambda x, w: x @ w.expand(len(x), -1, -1)),
+    "concatenate": ((1, 1, 12), lambda x, w: torch.concatenate([w.expand(len(x), 1, 12), x], 1)),
+    "cat axis": ((1, 1, 12), lambda x, w: torch.cat([w.expand(len(x), 1, 12), x], axis=1)),
+    "hstack": ((12,), lambda x, w: torch.hstack([w.expand(len(x), 1, 12), x])),
+    "stack": ((12,), lambda x, w: torch.stack([x, w.expand_as(x)], 1).flatten(1, 2)),
+    "multiply_": ((12,), lambda x, w: x.clone().multiply_(w)),
+    "clamp_": ((12,), lambda x, w: x.clone().clamp_(max=w + 1.5)),
+    "pow_": ((12,), lambda x, w: x.clone().pow_(w)),
+    "lerp_": ((12,), lambda x, w: x.clone().lerp_(x.sin(), w)),
+    "copy_": ((12,), lambda x, w: torch.cat([x, torch.empty_like(x).copy_(w)], 1)),
+    "repeat": ((16, 12), lambda x, w: x * w.repeat(len(x), 1, 1)),
+}
+
+
+@intercepting
+@pytest.mark.parametrize(("shape", "use"), EXACT_USES.values(), ids=EXACT_USES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_parameter_with_the_rows_of_the_batch_is_exact(
+    engine_class: Engine,
+    shape: tuple[int, ...],
+    use: Callable[[Tensor, Tensor], Tensor],
+    size: int,
+) -> None:
+    torch.manual_seed(0)
+    check_exact(engine_class, Uses(shape, use).double(), size)
+
+
+REFUSED_USES = {
+    "one output": ((12,), lambda x, w: x * F.linear(x, w)[..., None]),
+    "stack": ((12,), lambda x, w: torch.stack([x, w.expand_as(x)])[0]),
+    "einsum": ((12,), lambda x, w: torch.einsum("btc,bc->btc", x, w.expand(len(x), -1))),
+    "atan2_": ((12,), lambda x, w: x.clone().atan2_(w)),
+    "into a derived tensor": ((1, 1, 12), lambda x, w: w.repeat(len(x), 16, 1).mul_(x)),
+    "setitem": ((12,), lambda x, w: x.clone().index_fill_(1, torch.tensor(0), w[0])),
+    "sparse": ((5, 12), lambda x, w: x + F.embedding((x[..., 0] > 2).long(), w, sparse=True)),
+    "sparse table": ((5, 12), lambda x, w: x + F.embedding(torch.arange(16) % 5, w, sparse=True)),
+    "bags of offsets": (
+        (5, 12),
+        lambda x, w: (
+            x
+            + F.embedding_bag(
+                (x[..., 0] > 2).long().flatten(), w, torch.arange(0, 16 * len(x), 16)
+            )[:, None]
+        ),
+    ),
+}
+
+
+@intercepting
+@pytest.mark.parametrize(("shape", "use"), REFUSED_USES.values(), ids=REFUSED_USES)
+def test_a_use_without_a_rule_is_refused_by_name(
+    engine_class: Engine, shape: tuple[int, ...], use: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """In the forward pass, not by whatever error the backward pass runs into."""
+    engine = engine_class(Uses(shape, use))
+    with pytest.raises(NotImplementedError, match=r"^weight: "):
+        engine(random_batch(3)[0])
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+@intercepting
+@pytest.mark.parametrize(
+    "rows",
+    [lambda w, b: w.expand(b, -1, -1), lambda w, b: w.repeat(b, 1, 1)],
+    ids=["expand", "repeat"],
+)
+def test_a_parameter_repeated_along_the_batch_takes_memory_of_one_batch(
+    engine_class: Engine, rows: Callable[[Tensor, int], Tensor]
+) -> None:
+    size = 32
+    engine = engine_class(Uses((16, 12), lambda x, w: x * rows(w, len(x))))
+    with Largest() as largest:
+        backward(engine, *random_batch(size))
+        engine.per_sample_norms()
+    assert largest.numel <= 2 * size * 16 * 12
+
+
 @intercepting
 def test_stacking_tokens_on_the_batch_is_refused_by_name(engine_class: Engine) -> None:
     class Stacks(nn.Module):
@@ -666,6 +921,86 @@ def test_a_repeated_block_knows_its_operands(
         backward(engine, images, labels)
         assert_matches(engine, expected, rtol=1e-9)
         engine.discard()
+
+
+class Conditioned(nn.Module):
+    """One block, called with one derived operand after another, or with the same twice."""
+
+    def __init__(self, use_reentrant: bool | None, *, same: bool, derived: bool) -> None:
+        super().__init__()
+        self.block = Block()
+        self.biases = nn.ParameterList([torch.randn(12), torch.randn(12)])
+        self.head = nn.Linear(12, 3)
+        self.use_reentrant, self.same, self.derived = use_reentrant, same, derived
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = features(images).requires_grad_()
+        grid = torch.linspace(-1, 1, 32, dtype=x.dtype).reshape(16, 2)
+        biases = [torch.tanh(bias) if self.derived else bias for bias in self.biases]
+
+        def call(x: Tensor, bias: Tensor) -> Tensor:
+            return self.block(x, grid, bias=bias)
+
+        for bias in (biases[0], biases[0 if self.same else 1]):
+            if self.use_reentrant is None:
+                x = call(x, bias)
+            else:
+                x = checkpoint(call, x, bias, use_reentrant=self.use_reentrant)
+        return self.head(x.mean(1) * (biases[1] if self.same else 1))
+
+
+@intercepting
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_block_repeated_with_another_operand_is_exact_or_refused_by_name(
+    engine_class: Engine, use_reentrant: bool, same: bool, derived: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Conditioned(None, same=same, derived=derived).double()
+    images, labels = random_batch(3, dtype=torch.float64)
+    expected = loop_of_one(model, images, labels)
+    model.use_reentrant = use_reentrant
+    engine = engine_class(model)
+
+    def check() -> None:
+        backward(engine, images, labels)
+        assert_matches(engine, expected, rtol=1e-9)
+
+    for _ in range(2):
+        if use_reentrant and not same:
+            with pytest.raises(NotImplementedError, match=r"^biases\.0, biases\.1: "):
+                check()
+        else:
+            check()
+        engine.discard()
+
+
+@intercepting
+def test_a_buffer_that_once_held_activations_is_a_constant_again(engine_class: Engine) -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grid = nn.Linear(12, 12)
+            self.head = nn.Linear(12, 3)
+            self.register_buffer("cache", torch.randn(16, 12))
+            self.writes = True
+
+        def forward(self, images: Tensor) -> Tensor:
+            if self.writes:
+                self.cache.copy_(features(images)[0])
+            return self.head((features(images) * torch.tanh(self.grid(self.cache))).mean(1))
+
+    model = Caches().double()
+    images, labels = random_batch(4, dtype=torch.float64)
+    engine = engine_class(model)
+    with pytest.raises(NotImplementedError, match=r"^grid\.weight"):
+        engine(images)
+    engine.discard()
+    model.writes = False
+    expected = loop_of_one(model, images, labels)
+    backward(engine, images, labels)
+    assert_matches(engine, expected, rtol=1e-9)
 
 
 @intercepting

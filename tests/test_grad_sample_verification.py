@@ -90,8 +90,10 @@ MIXERS = {
 def test_layers_that_mix_samples_are_found(
     engine_class: type[PerSampleEngine], mixer: Callable[[Tensor], Tensor], in_eval: bool
 ) -> None:
+    """By the check, or already by the engine, where it sees the function that mixes."""
     engine = engine_class(Middle(Lambda(mixer, in_eval=in_eval)).train())
-    with pytest.raises(ValueError, match=r"gradient of one sample .* changes with the other"):
+    found = r"gradient of one sample .* changes with the other|rows are not those of the samples"
+    with pytest.raises((ValueError, NotImplementedError), match=found):
         verify(engine)
 
 
@@ -107,7 +109,7 @@ class Statistics(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
-        mean = x.detach().mean(0)
+        mean, result = x.detach().mean(0), x - 0 * self.kept
         if self.training and self.kind == "in place":
             self.kept.mul_(0.9).add_(mean)
         elif self.training and self.kind == "replaced":
@@ -116,7 +118,7 @@ class Statistics(nn.Module):
             self.late = mean
         elif self.training and self.kind == "frozen parameter":
             self.centre.data.add_(mean)
-        return x - 0 * self.kept
+        return result
 
 
 @pytest.mark.parametrize(

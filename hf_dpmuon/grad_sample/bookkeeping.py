@@ -36,15 +36,25 @@ class _InterceptingEngine(PerSampleEngine):
     def __init__(self, model: nn.Module, *, passes: int = 1) -> None:
         self._interception = ParameterInterception(
             model,
-            report=self._receive,
+            report=self._take,
             to_units=self._sum_rows,
             unit_tokens=self._unit_tokens,
             weighted_rows=self._weighted_rows,
         )
         self._recomputing: list[nn.Module] = []  # the module that activation checkpointing called
         self._armed = False
+        self._in_forward = False
         self._passes_taken = 0
         super().__init__(model, passes=passes)
+
+    def _take(self, parameter: nn.Parameter, use: Contribution) -> None:
+        if self._in_forward:
+            (name,) = (name for name, p in self._trainable.items() if p is parameter)
+            raise NotImplementedError(
+                f"{name} received a gradient within the forward pass, which is none of the loss; "
+                "compute it with the parameter detached, or freeze it with requires_grad_(False)."
+            )
+        self._receive(parameter, use)
 
     @abstractmethod
     def _receive(self, parameter: nn.Parameter, use: Contribution) -> None:
@@ -52,7 +62,14 @@ class _InterceptingEngine(PerSampleEngine):
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-        """Refuse layers that mix samples; buffers such as a table of indices do no harm."""
+        """Refuse layers that mix samples, or hide; buffers like a table of indices do no harm."""
+        scripted = [
+            name
+            for prefix, layer in module.named_modules()
+            if isinstance(layer, torch.jit.ScriptModule)
+            for name, p in layer.named_parameters(prefix)
+            if p.requires_grad
+        ]
         mixing = [
             name
             for name, layer in module.named_modules()
@@ -62,14 +79,24 @@ class _InterceptingEngine(PerSampleEngine):
                 and layer.track_running_stats
             )
         ]
-        if not mixing:
-            return []
-        error = NotImplementedError(
-            f"{', '.join(mixing)} mixes the samples of a batch; use a model with GroupNorm instead."
-        )
-        if strict:
-            raise error
-        return [error]
+        errors = []
+        if mixing:
+            errors.append(
+                NotImplementedError(
+                    f"{', '.join(mixing)} mixes the samples of a batch; use a model with GroupNorm "
+                    "instead."
+                )
+            )
+        if scripted:
+            errors.append(
+                NotImplementedError(
+                    f"{', '.join(dict.fromkeys(scripted))} of a scripted module: its functions "
+                    "cannot be watched; use the module before torch.jit.script, or freeze them."
+                )
+            )
+        if strict and errors:
+            raise errors[0]
+        return errors
 
     def add_hooks(self, **_: Any) -> None:
         """Watch modules, since activation checkpointing calls them again in the backward pass."""
@@ -86,14 +113,14 @@ class _InterceptingEngine(PerSampleEngine):
     def _enter_module(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if not self._armed or self._recomputing:
+        if not self._armed or self._recomputing or torch.compiler.is_compiling():
             return
         operands = (*args, *kwargs.values())
         if torch._C._current_graph_task_id() == -1:
             self._interception.remember_call(module, operands)
         else:
-            self._recomputing.append(module)
             self._interception.recall_call(module, operands)
+            self._recomputing.append(module)
             self._interception.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave_recomputation(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -114,8 +141,12 @@ class _InterceptingEngine(PerSampleEngine):
             )
         self._interception.begin(inputs)
         self._armed = True
-        with self._interception:
-            output = self._module(*args, **kwargs)
+        self._in_forward = True
+        try:
+            with self._interception:
+                output = self._module(*args, **kwargs)
+        finally:
+            self._in_forward = False
         return self._watch_output(output)
 
     @abstractmethod

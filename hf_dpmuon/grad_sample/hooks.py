@@ -33,6 +33,11 @@ __all__ = ["HooksGradSampleModule"]
 # Said of the first layer, whose input is the image; its output gradient is all that hooks need.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are comp")
 
+# Of the sum of the samples' norms: what rounding to bfloat16 may take from their sum. A use of a
+# weight that makes less is found only by the check before a run.
+SUM_TOLERANCE = 1 / 32
+WHOLE_TOLERANCE = 1e-4  # of all parameters, for those whose own gradient is nothing but rounding
+
 # Layers of timm and transformers that only multiply by one trainable scale a channel. They are
 # known by name so that importing this package imports neither; the trainer's check against batches
 # of one would show a namesake that does something else.
@@ -152,7 +157,33 @@ class HooksGradSampleModule(PerSampleEngine):
             if passes is not None:
                 yield name, self._sum_rows(at_least_float32(passes))
 
+    def _check_complete(self) -> None:
+        """Compare what the samples add up to with what autograd gives for all of them."""
+        known, sizes, missed = [], [], []
+        parameters: dict[str, Any] = self._trainable
+        for name, p in parameters.items():
+            if p.grad is not None and p.grad_sample is not None:
+                passes = p.grad_sample if isinstance(p.grad_sample, list) else [p.grad_sample]
+                rows = torch.cat(passes)
+                known.append(name)
+                sizes.append(row_norms(at_least_float32(rows)).sum())
+                missed.append((rows.sum(0) - p.grad).norm())
+        if not known:
+            return
+        size = torch.stack(sizes)
+        allowed = SUM_TOLERANCE * size + WHOLE_TOLERANCE * size.norm()
+        wrong = (torch.stack(missed) > allowed).tolist()
+        names = [name for name, is_wrong in zip(known, wrong, strict=True) if is_wrong]
+        if names:
+            raise RuntimeError(
+                f"{', '.join(names)}: the per-sample gradients do not add up to the gradient of "
+                "the batch, so part of it would not be clipped: the weight is also used outside "
+                "its layer's forward(), or Opacus has a wrong rule for the layer; use "
+                "grad_sample_mode='bookkeeping'."
+            )
+
     def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+        self._check_complete()
         norms = {name: row_norms(gradient) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:
             sizes = {name: len(norm) for name, norm in norms.items()}

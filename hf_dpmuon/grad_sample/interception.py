@@ -20,10 +20,18 @@ Shape letters: R rows (leading dimension of activations, k to a sample, sample b
 windowed attention), B samples, T positions, C channels.
 
 Guarantees:
-    * A parameter that meets the batch where this module does not look (a compiled or scripted
-      function, an ``autograd.Function``) gets a ``p.grad``, which the engine reports as an error.
-    * A parameter that meets a tensor made of the batch whose rows are not those of the samples is
-      refused by name.
+    * A parameter that meets the batch where this module does not look (an ``autograd.Function``, a
+      compiled function that holds the parameter itself) gets a ``p.grad``, which the engine reports
+      as an error.
+    * A parameter is refused by name when it meets a tensor made of the batch whose leading
+      dimension is no multiple of the batch size; whose rows were picked by value (a mask, an index
+      made of the batch, ``nonzero``), or computed with any that were; or whose leading dimension,
+      known to be the batch, was reduced, reordered, cut or concatenated, or is elsewhere now.
+
+    "Known" means: since the input, or since the last function with a parameter, no permutation
+    moved it. Where one did and the samples are then mixed, where values leave torch and come back
+    (``item``, numpy), and where samples mix inside one function (``einsum``, a product with x.T),
+    only the check before a run finds it (`verify_per_sample_gradients`).
 """
 
 from __future__ import annotations
@@ -43,6 +51,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_dpmuon.grad_sample.contributions import Contribution, OuterProducts, UnitGradients
 from hf_dpmuon.grad_sample.engine import at_least_float32
+from hf_dpmuon.grad_sample.rows import Order, Rows, order_after
 
 __all__ = ["ParameterInterception"]
 
@@ -50,21 +59,28 @@ logger = logging.getLogger(__name__)
 
 Parameters = tuple[nn.Parameter, ...]
 Receive = Callable[..., None]
-Origin = Tensor | bool  # a derived tensor, or whether a tensor was made of the batch
+Signature = tuple[torch.Size, bool]  # the shape of an operand, and whether it requires a gradient
+Origin = Tensor | Rows | None  # a derived tensor, or the rows of one made of the batch
 
 # Functions in which each row of the output depends on the same row of every operand, once operands
 # of fewer dimensions are broadcast: a derived tensor may be expanded along the rows before them.
 ROW_BY_ROW = frozenset(
-    ["where", "lerp", "addcmul", "addcdiv", "maximum", "minimum", "pow", "__pow__"]
-    + ["cat", "concat", "scaled_dot_product_attention"]
+    ["where", "maximum", "minimum", "rsub", "__pow__", "copy_", "bmm", "baddbmm"]
+    + ["cat", "concat", "concatenate", "hstack", "stack", "scaled_dot_product_attention"]
     + [f"__{r}{name}__" for name in ("add", "sub", "mul", "truediv") for r in ("", "r", "i")]
     + [f"{name}{in_place}" for name in ("add", "sub", "mul", "div") for in_place in ("", "_")]
-    + ["rsub", "subtract", "multiply", "divide", "true_divide"]
+    + [f"{name}{in_place}" for name in ("subtract", "multiply", "divide") for in_place in ("", "_")]
+    + [f"{name}{in_place}" for name in ("true_divide", "pow", "lerp") for in_place in ("", "_")]
+    + [f"{name}{in_place}" for name in ("addcmul", "addcdiv", "clamp") for in_place in ("", "_")]
 )
+CONCATENATIONS = frozenset({"cat", "concat", "concatenate", "stack"})
 EXPANSIONS = frozenset({"expand", "expand_as", "broadcast_to"})
 # Functions that read only the type, device or shape of all tensors but the first.
 LIKE_ANOTHER = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 INDEXING = frozenset({"__getitem__", "index_select", "gather", "take"})
+IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod")
+)
 WRITES = frozenset({"__setitem__", "__set__"})  # into their first operand, and return nothing
 
 
@@ -81,6 +97,11 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "create_graph=True: a gradient of the model is part of the model or its loss, and "
+                "what reaches a parameter through it is not known per sample."
+            )
         saved = ctx.saved_tensors  # once: activation checkpointing gives them only once
         ctx.receive(gradient, *saved)
         return gradient, None, None, *(None for _ in saved)
@@ -123,8 +144,8 @@ class ParameterInterception(TorchFunctionMode):
         self._sources: MutableMapping[Tensor, Parameters] = WeakIdKeyDictionary()  # of derived ones
         self._expanded_from: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # rows were new
         self._aliases: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()  # of derived ones
-        self._of_batch: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
-        self._calls: dict[nn.Module, list[Origin]] = {}
+        self._of_batch: MutableMapping[Tensor, Rows] = WeakIdKeyDictionary()
+        self._calls: dict[nn.Module, list[list[tuple[Signature, Origin]]]] = {}
         self._warned: set[tuple[str, str]] = set()
         self._rules: Mapping[Any, Callable[..., Tensor]] = {
             F.linear: self._linear,
@@ -135,6 +156,7 @@ class ParameterInterception(TorchFunctionMode):
             F.conv2d: self._convolution,
             F.conv3d: self._convolution,
             F.embedding: self._embedding,
+            F.embedding_bag: self._embedding_bag,
             F.layer_norm: self._norm,
             F.rms_norm: self._norm,
             F.group_norm: self._norm,
@@ -143,29 +165,52 @@ class ParameterInterception(TorchFunctionMode):
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Prepare for a forward pass of which these are all inputs; their rows are the batch."""
+        self.forget()
         self.batch_size = len(inputs[0])
-        self._calls.clear()
-        self._mark(inputs)
+        self._mark(inputs, Rows(Order.SAMPLES))
 
     def forget(self) -> None:
-        """Drop what is kept for calls that activation checkpointing would repeat."""
+        """Drop what is known of tensors of the batch, and calls that would be repeated."""
         self._calls.clear()
+        self._of_batch = WeakIdKeyDictionary()  # a buffer that was written to is a constant again
 
     def remember_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
         """Note what a module is called with, in case activation checkpointing calls it again."""
-        self._calls[module] = [
-            t if self._is_shared(t) else self._is_batched(t) for t in _tensors(operands)
-        ]
+        self._calls.setdefault(module, []).append(
+            [
+                (_signature(t), t if self._is_shared(t) else self._rows_of(t))
+                for t in _tensors(operands)
+            ]
+        )
 
     def recall_call(self, module: nn.Module, operands: Iterable[Any]) -> None:
-        """Know the operands of a repeated call, new tensors, as those of the first."""
-        for t, origin in zip(_tensors(operands), self._calls.get(module, [])):  # noqa: B905
-            if isinstance(origin, Tensor):
-                if origin is not t:
-                    self._sources[t] = self._parameters_of(origin)
-                    self._aliases[t] = origin
-            elif origin:
-                self._mark([t])
+        """Know the operands of a repeated call, where they are new tensors, as those of the first.
+
+        Raises:
+            NotImplementedError: If the module was called several times, and which call is repeated
+                would decide what an operand is.
+        """
+        for i, t in enumerate(_tensors(operands)):
+            if isinstance(t, nn.Parameter) or t in self._sources or t in self._of_batch:
+                continue
+            origins: list[Origin] = [
+                call[i][1]
+                for call in self._calls.get(module, [])
+                if i < len(call) and call[i][0] == _signature(t)
+            ]
+            derived = [origin for origin in origins if isinstance(origin, Tensor)]
+            rows = [origin for origin in origins if isinstance(origin, Rows)]
+            if derived and any(origin is not derived[0] for origin in origins):
+                raise NotImplementedError(
+                    f"{self._all_named(derived)}: activation checkpointing repeats a module that "
+                    "is called several times with operands that differ in what they are made of; "
+                    "checkpoint it with use_reentrant=False, or not at all."
+                )
+            if derived:
+                self._sources[t] = self._parameters_of(derived[0])
+                self._aliases[t] = derived[0]
+            elif rows:
+                self._mark([t], max(rows))
 
     def __torch_function__(
         self,
@@ -183,7 +228,7 @@ class ParameterInterception(TorchFunctionMode):
             result = self._meet(func, args, kwargs, operands, shared)
         else:
             result = func(*args, **kwargs)
-        self._follow(func, operands, result)
+        self._follow(func, args, kwargs, operands, result)
         return result
 
     def _meet(
@@ -197,6 +242,11 @@ class ParameterInterception(TorchFunctionMode):
         """Call a function of which some operand is shared by all rows."""
         if func is F.multi_head_attention_forward:
             raise self._no_rule(func, shared)
+        if func is F.embedding and kwargs.get("sparse", args[6:7] == (True,)):
+            raise NotImplementedError(
+                f"{self._all_named(shared)}: an embedding with sparse=True has gradients of a "
+                "layout that nothing here reads; do not set it."
+            )
         name = func.__name__
         if name in INDEXING | LIKE_ANOTHER | EXPANSIONS:
             return self._derive(func, args, kwargs, shared)
@@ -204,6 +254,8 @@ class ParameterInterception(TorchFunctionMode):
         self._check_rows(batched, shared)
         if not batched:
             return self._derive(func, args, kwargs, shared)
+        if _is_in_place(name) and not self._is_batched(operands[0]):
+            raise self._no_rule(func, shared)  # a derived tensor would become an activation
         if func in self._rules:
             return self._rules[func](func, *args, **kwargs)
         if name in ROW_BY_ROW or self.batch_size == 1:
@@ -211,13 +263,21 @@ class ParameterInterception(TorchFunctionMode):
         return self._functorch(func, args, kwargs, shared, batched)
 
     def _check_rows(self, batched: Sequence[Tensor], shared: Sequence[Tensor]) -> None:
-        for t in batched if self.batch_size > 1 else ():
-            if t.dim() == 0 or t.shape[0] % self.batch_size:
+        for t in (*batched, *shared) if self.batch_size > 1 else ():
+            rows = self._rows_of(t)
+            if rows is None or (t in self._sources and rows.order is not Order.MIXED):
+                continue
+            if (
+                rows.order >= Order.MOVED
+                or t.dim() == 0
+                or (t not in self._sources and t.shape[0] % self.batch_size)
+            ):
+                by = f" by {rows.by}" if rows.order >= Order.MOVED else ""
                 raise NotImplementedError(
                     f"{self._all_named(shared)} meets a tensor of shape {tuple(t.shape)} that was "
-                    f"made of a batch of {self.batch_size}, so its rows are not those of the "
-                    "samples; keep the batch in the first dimension and do not reduce over it, or "
-                    "freeze the parameter with requires_grad_(False)."
+                    f"made of a batch of {self.batch_size}{by}, so its rows are not those of the "
+                    "samples; keep the batch in the first dimension, complete and in order, and do "
+                    "not reduce over it, or freeze the parameter with requires_grad_(False)."
                 )
 
     # ---- what a tensor is ----
@@ -228,28 +288,61 @@ class ParameterInterception(TorchFunctionMode):
         )
 
     def _is_batched(self, t: Tensor) -> bool:
-        if isinstance(t, nn.Parameter) or t in self._sources:
-            return False
-        base = t._base
-        return (
-            t.requires_grad or t in self._of_batch or (base is not None and base in self._of_batch)
-        )
+        return t not in self._sources and self._rows_of(t) is not None
 
-    def _mark(self, tensors: Iterable[Tensor]) -> None:
+    def _rows_of(self, t: Tensor) -> Rows | None:
+        """What is known of the rows of a tensor made of the batch; None for any other."""
+        if isinstance(t, nn.Parameter):
+            return None
+        rows = self._of_batch.get(t)
+        if rows is None and t._base is not None and t._base in self._of_batch:
+            rows = max(self._of_batch[t._base], Rows(Order.UNSURE))
+        if rows is None and t.requires_grad and t not in self._sources:
+            rows = Rows(Order.UNSURE)
+        return rows
+
+    def _mark(self, tensors: Iterable[Tensor], rows: Rows) -> None:
         for t in tensors:
-            self._of_batch[t] = None
+            self._of_batch[t] = rows
 
-    def _follow(self, func: Any, operands: Sequence[Tensor], result: Any) -> None:
+    def _follow(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: Sequence[Tensor],
+        result: Any,
+    ) -> None:
         """Mark what a call made of the batch."""
+        if torch.compiler.is_compiling():
+            return  # tracing tells nothing of the batch; outputs pass for what they require
         name = func.__name__
         written = name in WRITES or (bool(operands) and result is operands[0])
         if not (written or isinstance(result, (Tensor, list, tuple))) or name.startswith("new_"):
             return
-        if any(self._is_batched(t) for t in operands):
-            self._mark(_tensors((result,)))
-            if written:
-                target = operands[0]
-                self._mark([target] if target._base is None else [target, target._base])
+        of_batch = [t for t in operands if self._rows_of(t) is not None]
+        if not of_batch:
+            return
+        rows = max(row for t in of_batch if (row := self._rows_of(t)) is not None)
+        if written:
+            target = operands[0]
+            known = self._rows_of(target) or Rows(Order.UNSURE)
+            rows = rows if rows.order is Order.MIXED else known
+            self._mark([target] if target._base is None else [target, target._base], rows)
+        elif any(self._is_shared(t) for t in operands) and any(map(self._is_batched, of_batch)):
+            self._mark(_tensors((result,)), Rows(Order.SAMPLES))  # they met, so it was checked
+        else:
+            order = order_after(
+                func,
+                args,
+                kwargs,
+                result,
+                before=rows.order,
+                batch_size=self.batch_size,
+                of_batch=of_batch,
+            )
+            rows = rows if order is rows.order is Order.MIXED else Rows(order, name)
+            self._mark(_tensors((result,)), rows)
 
     def _parameters_of(self, t: Tensor) -> Parameters:
         return (t,) if isinstance(t, nn.Parameter) else self._sources[t]
@@ -269,6 +362,12 @@ class ParameterInterception(TorchFunctionMode):
             (origin,), (expanded,) = shared, results
             if expanded.dim() > origin.dim() or expanded.shape[0] > origin.shape[0]:
                 self._expanded_from[expanded] = origin
+        if func is Tensor.repeat:
+            (origin,), (repeated,) = shared, results
+            sizes = args[1:] if isinstance(args[1], int) else args[1]
+            if sizes[0] > 1 and (len(sizes) > origin.dim() or len(origin) == 1):
+                once = (origin, *(1, *sizes[1:]))
+                self._expanded_from[repeated] = self._derive(func, once, {}, [origin])
         return result
 
     # ---- from rows to parameters ----
@@ -317,6 +416,8 @@ class ParameterInterception(TorchFunctionMode):
     ) -> Tensor:
         """Of y_t = W a_t + b: W's gradient is sum_t g_t a_t^T, b's is sum_t g_t."""
         weighs, shifts = self._is_shared(weight), bias is not None and self._is_shared(bias)
+        if weight.dim() != 2:
+            raise self._no_rule(func, [t for t in (weight, bias) if t is not None])
 
         def receive(g_R: Tensor, *saved: Tensor) -> None:
             g_BTP = g_R.reshape(self.batch_size, -1, g_R.shape[-1])
@@ -337,6 +438,8 @@ class ParameterInterception(TorchFunctionMode):
         operands = (input, other)
         batched = [t for t in operands if self._is_batched(t)]
         shared = [t for t in operands if self._is_shared(t)]
+        if input.dim() == other.dim() > 2 and len(input) == len(other):
+            return self._row_by_row(func, operands, {}, batched)  # type: ignore[no-any-return]
         return self._functorch(func, operands, {}, shared, batched)
 
     def _convolution(
@@ -418,6 +521,15 @@ class ParameterInterception(TorchFunctionMode):
 
         return _tap(func(input, weight.detach()), receive, input)
 
+    def _embedding_bag(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Bags of one length, a row each; in one dimension, only offsets tell whose they are."""
+        operands = list(_tensors((input, *args, *kwargs.values())))
+        shared = [t for t in operands if self._is_shared(t)]
+        if input.dim() == 1:
+            raise self._no_rule(func, shared)
+        batched = [t for t in operands if self._is_batched(t)]
+        return self._functorch(func, (input, *args), kwargs, shared, batched)
+
     def _norm(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Scale times normalised x, plus shift: g * normalised x, and g, over positions."""
         call = dict(zip(_NORM_ARGUMENTS[func], args), **kwargs)  # noqa: B905 # the rest is default
@@ -453,10 +565,13 @@ class ParameterInterception(TorchFunctionMode):
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], batched: Sequence[Tensor]
     ) -> Any:
         """Expanded along the rows, a shared tensor gets one gradient a row from autograd."""
-        if func in (torch.cat, torch.concat):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            if dim % batched[0].dim() == 0:
-                raise self._no_rule(func, [t for t in _tensors(args) if self._is_shared(t)])
+        name = func.__name__
+        if name in CONCATENATIONS:
+            dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+        else:
+            dim = 0 if name == "hstack" and batched[0].dim() < 2 else 1
+        if dim % (batched[0].dim() + (name == "stack")) == 0:
+            raise self._no_rule(func, [t for t in _tensors(args) if self._is_shared(t)])
         widest = max(batched, key=Tensor.dim)
         return _call(func, args, kwargs, partial(self._expanded, like=widest.shape))
 
@@ -506,6 +621,9 @@ class ParameterInterception(TorchFunctionMode):
         batched: Sequence[Tensor],
     ) -> Tensor:
         """Whatever else: the call again in the backward pass, one sample at a time, by vmap."""
+        own_rows = [t for t in shared if t in self._expanded_from or t in self._of_batch]
+        if own_rows or _is_in_place(func.__name__):
+            raise self._no_rule(func, own_rows or shared)
         names = self._all_named(shared)
         if (func.__name__, names) not in self._warned:
             self._warned.add((func.__name__, names))
@@ -529,7 +647,11 @@ class ParameterInterception(TorchFunctionMode):
                 return gradients
 
             rows = (self._samples(x_R) for x_R in (g_R, *saved_R))
-            for t, gradient in zip(shared, torch.func.vmap(of_sample)(*rows), strict=True):
+            try:
+                gradients = torch.func.vmap(of_sample)(*rows)
+            except (RuntimeError, ValueError) as error:  # the call is none of one sample
+                raise self._no_rule(func, shared) from error
+            for t, gradient in zip(shared, gradients, strict=True):
                 self._report_rows(t, gradient)
 
         output = _call(func, args, kwargs, lambda t: detached.get(id(t), t))
@@ -586,6 +708,14 @@ def _call(
         return [replaced(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     return func(*map(replaced, args), **{name: replaced(v) for name, v in kwargs.items()})
+
+
+def _signature(t: Tensor) -> Signature:
+    return t.shape, t.requires_grad
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE_OPERATORS
 
 
 def _detached(t: Tensor | None, detach: bool) -> Tensor | None:
