@@ -30,7 +30,7 @@ class Family:
         image_size: Of its input.
         notes: What a user should know.
         refused: Part of the error's message, if the engines refuse it.
-        hooks: Whether the reference engine takes it, too.
+        hooks: Whether the reference engine is shown equal, too.
     """
 
     name: str
@@ -136,8 +136,14 @@ FAMILIES = [
         "HF DINOv2 with registers",
         partial(hf, "Dinov2WithRegisters", **TINY, mlp_ratio=2, num_register_tokens=2),
         notes=REGISTERS,
+        hooks=True,
     ),
-    Family("HF DINOv3 ViT", Dinov3Classifier, notes=f"{REGISTERS}, rotary positions"),
+    Family(
+        "HF DINOv3 ViT",
+        Dinov3Classifier,
+        notes="engine only: transformers has no classifier of it, so load timm's",
+        hooks=True,
+    ),
     Family("HF Swin", partial(hf, "Swin", **SWIN), 32, "shifted windows"),
     Family("HF SwinV2", partial(hf, "Swinv2", **SWIN), 32, "position bias from a network"),
     Family("HF CLIP", partial(vision_classifier, "CLIP")),
@@ -179,12 +185,23 @@ FAMILIES = [
     ),
     Family("timm swin", partial(timm_model, "swin_tiny_patch4_window7_224", **TIMM_SWIN), 32),
     Family("timm swinv2", partial(timm_model, "swinv2_tiny_window8_256", **TIMM_SWIN), 32),
+    Family(
+        "timm dinov3",
+        partial(timm_model, "vit_small_patch16_dinov3", **TIMM_VIT, init_values=0.5),
+        notes=f"{REGISTERS}, rotary positions",
+    ),
+    Family(
+        "timm siglip",
+        partial(timm_model, "vit_base_patch16_siglip_224", **TIMM_VIT),
+        notes="pooled by attention from a learned query",
+    ),
     Family("timm convnext", partial(timm_model, "convnext_atto", **TIMM_STAGES), 32),
+    Family("timm convnextv2", partial(timm_model, "convnextv2_atto", **TIMM_STAGES), 32),
     Family("timm cait", partial(timm_model, "cait_xxs24_224", **TIMM_VIT)),
     Family(
-        "builtin:wrn-16-4, builtin:wrn-28-10",
+        "builtin:wrn-16-4",
         partial(ResidualNetwork, "builtin:wrn-16-4", num_classes=NUM_CLASSES),
-        notes="from scratch",
+        notes="from scratch; builtin:wrn-28-10 is the same, deeper and wider, and not run here",
         hooks=True,
     ),
     Family(
@@ -205,7 +222,7 @@ FAMILIES = [
             timm_model, "nf_resnet50", depths=(1, 1, 1, 1), channels=(16, 16, 32, 32), stem_chs=8
         ),
         32,
-        notes="from scratch as builtin:nf-resnet-50, which hooks takes; standardised weights",
+        notes="from scratch, standardised weights; builtin:nf-resnet-50 is made of the same layers",
     ),
     Family("timm resnet18", partial(timm_model, "resnet18"), 32, refused="GroupNorm"),
     Family(
@@ -240,9 +257,11 @@ def documentation() -> str:
     lines = [
         "# Models",
         "",
-        "Families whose every trainable parameter has exact per-sample gradients, shown equal to",
-        "batches of one image by `tests/test_models_matrix.py`. This page is made from that test's",
-        "list: `python tests/model_zoo.py > docs/models.md`.",
+        "Families whose every trainable parameter has exact per-sample gradients, shown equal",
+        "to batches of one image by `tests/test_models_matrix.py`. This page is made from that",
+        "test's list: `python tests/model_zoo.py > docs/models.md`. Under *hooks*, *no* means",
+        "not shown equal: the engine refuses the family, or Opacus' rules get a layer of it",
+        "wrong, which stops the first step.",
         "",
         "| family | bookkeeping, ghost | hooks | notes |",
         "|---|---|---|---|",
@@ -255,16 +274,31 @@ def documentation() -> str:
             lines.append(f"| {family.name} | yes | {hooks} | {family.notes} |")
     lines += [
         "",
-        "What is refused by name in any model, when the engine first meets it:",
+        "What the bookkeeping and ghost engines refuse by name in any model:",
         "",
-        "- BatchNorm, and InstanceNorm with running statistics: use GroupNorm.",
-        "- `nn.MultiheadAttention` with trainable weights: it is one function to torch, with the",
-        "  batch in its second dimension; use an attention of Linear layers.",
-        "- A parameter that meets a reduction over the batch, or activations in which the batch",
-        "  is not the first dimension.",
-        "- Embeddings with `max_norm` or `scale_grad_by_freq`, which look at the whole batch.",
-        "- Parameters read by compiled or scripted functions, or by the loss itself: they receive",
-        "  a gradient that is not known per sample, which stops the step before any update.",
+        "- BatchNorm, InstanceNorm with running statistics, and scripted modules (`torch.jit`),",
+        "  when the engine is built. Use GroupNorm, and the module before it was scripted;",
+        "  modules under `torch.compile` are fine.",
+        "- `nn.MultiheadAttention` with trainable weights: it is one function to torch, with",
+        "  the batch in its second dimension; use an attention of Linear layers.",
+        "- A parameter that meets activations whose rows are not the samples': their number is",
+        "  no multiple of the batch size; they were picked by value (`x[mask]`, `nonzero`, an",
+        "  index made of the batch) or computed from any that were; or the batch, known to come",
+        "  first, was reduced, sorted, flipped, rolled, cut, concatenated or moved.",
+        "- Embeddings with `max_norm` or `scale_grad_by_freq`, which look at the whole batch,",
+        "  or with `sparse=True`; an `EmbeddingBag` of one-dimensional input, whose bags only",
+        "  offsets tell.",
+        "- A block that reentrant activation checkpointing repeats, if it was called with",
+        "  different parameters or tensors made of them; `use_reentrant=False` takes it.",
+        "- A gradient within the model or its loss (`create_graph=True`).",
+        "- Parameters read by an `autograd.Function`, or by the loss itself: they receive a",
+        "  gradient that is not known per sample, which stops the step before any update.",
+        "",
+        "What only the check before a run finds, which compares with batches of one: samples",
+        "mixed after a permutation has moved the batch (windows laid out before samples and",
+        "flattened), in a function that mixes them itself (`F.batch_norm`, `einsum`), or out of",
+        "torch's sight (numpy, `item`). It runs on a few rows, so a path that these do not take",
+        "is not seen.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,10 +2,19 @@
 
 Its tests of single layers draw shapes and options with hypothesis and compare with batches of one.
 They read ``p.grad_sample``, which our engines do not have; here they get each sample's gradient as
-the weighted sum under a weight that singles it out. Left out: batches of size 0 and batches that
-are not the first dimension, which our engines never see, and recurrent layers.
+the weighted sum under a weight that singles it out. Left out are
+
+- examples with a batch of size 0 or a batch that is not the first dimension, which our engines
+  never see; with them all of ``dp_multihead_attention_test``, whose every example has the batch
+  second (the layer itself is tested here, with the batch first);
+- ``embedding_bag_test``, whose bags are offsets into one row of tokens: refused by name;
+- ``dp_rnn_test``: recurrent layers, which are refused;
+- ``embedding_norm_sample_test``: a function of Opacus' own ghost clipping, no layer;
+- ``gradient_accumulation_test``, which reads ``p.grad_sample`` through ``PrivacyEngine``: the sum
+  over physical batches is compared with ``DPOptimizer`` below.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import settings
 from opacus.grad_sample import GradSampleModule
+from opacus.layers import DPMultiheadAttention
 from opacus.optimizers import DPOptimizer
 from opacus.utils.per_sample_gradients_utils import compute_microbatch_grad_sample
 from per_sample_oracle import force_form, weighted_sum
@@ -27,6 +37,7 @@ from hf_dpmuon.grad_sample import (
 settings.register_profile("opacus", max_examples=100, deadline=None)
 settings.load_profile("opacus")  # read when the decorators of the following modules run
 from opacus.tests.grad_sample_module_test import GradSampleModuleTest, SampleConvNet  # noqa: E402
+from opacus.tests.grad_samples.common import GradSampleHooks_test  # noqa: E402
 from opacus.tests.grad_samples.conv1d_test import Conv1d_test  # noqa: E402
 from opacus.tests.grad_samples.conv2d_test import Conv2d_test  # noqa: E402
 from opacus.tests.grad_samples.conv3d_test import Conv3d_test  # noqa: E402
@@ -38,6 +49,7 @@ from opacus.tests.grad_samples.instance_norm3d_test import InstanceNorm3d_test  
 from opacus.tests.grad_samples.layer_norm_test import LayerNorm_test  # noqa: E402
 from opacus.tests.grad_samples.linear_test import Linear_test  # noqa: E402
 from opacus.tests.grad_samples.rms_norm_test import RMSNorm_test  # noqa: E402
+from opacus.tests.grad_samples.sequence_bias_test import SequenceBias_test  # noqa: E402
 
 settings.load_profile("default")
 
@@ -125,6 +137,30 @@ class TestRMSNorm(Adapter, RMSNorm_test):
     pass
 
 
+class TestSequenceBias(Adapter, SequenceBias_test):
+    pass
+
+
+class BatchFirstAttention(nn.Module):
+    """Opacus' attention with the batch first."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attention = DPMultiheadAttention(4, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x.sin(), x.cos())[0]
+        return output
+
+
+class TestMultiheadAttention(Adapter, GradSampleHooks_test):
+    def test_batch_first(self) -> None:
+        for size, bias, zero in product([1, 3, 4], [False, True], [False, True]):
+            with self.subTest(size=size, bias=bias, add_zero_attn=zero):
+                module = BatchFirstAttention(bias=bias, add_zero_attn=zero)
+                self.run_test(torch.randn(size, 16, 4), module)
+
+
 class TestBookKeepingModule(GradSampleModuleTest):
     CLS = staticmethod(lambda model, **_: BookKeepingGradSampleModule(model))
 
@@ -136,6 +172,7 @@ class TestGhostModule(GradSampleModuleTest):
 # Imported for their subclasses above; pytest would collect them here, too.
 del Conv1d_test, Conv2d_test, Conv3d_test, Embedding_test, GroupNorm_test, LayerNorm_test
 del InstanceNorm1d_test, InstanceNorm2d_test, InstanceNorm3d_test, Linear_test, RMSNorm_test
+del SequenceBias_test, GradSampleHooks_test
 del GradSampleModuleTest
 
 
