@@ -15,6 +15,8 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
+from hf_dpmuon.accounting import round_up_fixed
+
 __all__ = ["BudgetSpentError", "Interrupt", "PrivacyProgressCallback", "StopCallback"]
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ class PrivacyProgressCallback(ProgressCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar and show epsilon."""
         if self.training_bar is not None:
-            self.training_bar.set_postfix(epsilon=f"{self.epsilon():.3f}", refresh=False)
+            self.training_bar.set_postfix(epsilon=round_up_fixed(self.epsilon()), refresh=False)
         super().on_step_end(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -66,12 +66,25 @@ PROTECTING_TPR = 0.9999  # from here on, the bound on membership is 1 up to roun
 MOST_NAMED_CLASSES = 100
 CURVE_POINTS = {"rdp": 100, "prv": 20}  # a PRV bound takes a tenth of a second
 
+ALMOST_NOTHING = 1.0  # the epsilon up to which two cases look almost the same
+
+LIBRARIES = ("transformers", "timm", "hf_dpmuon")
 LOADING = {
     "transformers": (
         "from transformers import pipeline",
         "",
         'classify = pipeline("image-classification", model="<this repository or folder>")',
         'print(classify("image.png"))',
+    ),
+    "greyscale": (
+        "from PIL import Image",
+        "from transformers import AutoImageProcessor, AutoModelForImageClassification",
+        "",
+        'name = "<this repository or folder>"',
+        "processor = AutoImageProcessor.from_pretrained(name)",
+        "model = AutoModelForImageClassification.from_pretrained(name)",
+        'image = Image.open("image.png").convert("L")  # pipeline() would make it RGB',
+        'print(model(**processor(image, return_tensors="pt")).logits.softmax(-1))',
     ),
     "timm": (
         "import timm",
@@ -358,6 +371,7 @@ def plot_epsilon(ledger: PrivacyLedger, path: Path) -> bool:
     axes.set_ylabel(f"epsilon at delta = {round_up(ledger.runs[-1].delta)}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     save_figure(figure, path)
     return True
@@ -377,6 +391,7 @@ def build_model_card(
     multi_label: bool = False,
     metrics_public: bool = False,
     has_plot: bool = False,
+    num_channels: int = 3,
 ) -> str:
     """Write the card of a privately fine-tuned classifier.
 
@@ -393,6 +408,7 @@ def build_model_card(
         multi_label: Whether an image may have several labels.
         metrics_public: Whether the evaluation data is public, so that metrics reveal nothing.
         has_plot: Whether ``epsilon.png`` lies beside the card.
+        num_channels: Of the model's images: 1 for greyscale.
 
     Returns:
         Markdown with the Hub's metadata block.
@@ -400,8 +416,9 @@ def build_model_card(
     Raises:
         ValueError: If ``library`` is none of the three.
     """
-    if library not in LOADING:
-        raise ValueError(f"library={library!r} must be one of {', '.join(LOADING)}.")
+    if library not in LIBRARIES:
+        raise ValueError(f"library={library!r} must be one of {', '.join(LIBRARIES)}.")
+    way = "greyscale" if library == "transformers" and num_channels == 1 else library
     title = _one_line(model_name or "") or "Privately fine-tuned image classifier"
     finite = {_one_line(n): float(v) for n, v in sorted(metrics.items()) if math.isfinite(v)}
     metadata = _metadata(
@@ -416,7 +433,11 @@ def build_model_card(
     names = ", ".join(plain(name) for name in label_names[:MOST_NAMED_CLASSES])
     if len(label_names) > MOST_NAMED_CLASSES:
         names += f" and {len(label_names) - MOST_NAMED_CLASSES} more"
-    classes = f" ({len(label_names)} classes: {names})" if label_names else ""
+    classes = (
+        f" ({len(label_names)} {'labels' if multi_label else 'classes'}: {names})"
+        if label_names
+        else ""
+    )
     software = ", ".join(f"{plain(n)} {plain(str(v))}" for n, v in report.versions.items())
     sections = [
         f"---\n{metadata.to_yaml()}\n---",
@@ -437,7 +458,9 @@ def build_model_card(
         _list(LIMITS),
         *(["## Recipe", _table(recipe)] if recipe else []),
         "## How to load",
-        "```python\n" + "\n".join(LOADING[library]) + "\n```",
+        "```python\n" + "\n".join(LOADING[way]) + "\n```",
+        "Images of more than 8 bits, and DICOM files, were brought to [0, 1] by their range or "
+        "window in training; loaders that make them RGB clip them, so convert them first.",
         *([] if license else ["No licence was stated for this model; ask its publisher."]),
         f"Software: {software}.",
     ]
@@ -533,12 +556,15 @@ def _privacy_statement(report: PrivacyReport) -> list[str]:
     unit, level = plain(report.privacy_unit), plain(report.level[:1].upper() + report.level[1:])
     holds = "is" if report.guarantee else "would be"
     factor = "" if report.epsilon > 20 else f" = {round_up(math.exp(report.epsilon))}"
+    almost = ""
+    if report.epsilon <= ALMOST_NOTHING:
+        almost = f"whoever sees it sees almost the same whether or not that {unit} was used; "
     paragraphs = [
         f"**{level} differential privacy.** This model {holds} "
         f"({round_up(report.epsilon)}, {round_up(report.delta)}){STATED}{unit} of "
-        "the training data: whoever sees the model, and knows everything else, sees almost the "
-        f"same whether or not that {unit} was used. No conclusion about it becomes more than "
-        f"exp(epsilon){factor} times as probable by its use, up to a probability delta.",
+        f"the training data: {almost}nothing that anyone concludes from the model about a {unit}, "
+        f"knowing everything else, becomes more than exp(epsilon){factor} times as probable by its "
+        "use, up to a probability delta.",
         "As a bound on membership inference: an attacker who allows "
         f"{report.membership_fpr * 100:g} % false alarms finds at most "
         f"{percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "

@@ -324,11 +324,6 @@ class PrivateRun:
                 f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "
                 f"the data now has {self.plan.num_units}; resume with the same data."
             )
-        if state["partition"] != self._partition_digest(state["noise_key"]):
-            raise ValueError(
-                f"checkpoint {checkpoint} was trained on other privacy units than this data has; "
-                "resume with the same data and privacy_unit_column."
-            )
         self._check_settings(checkpoint, state["settings"])
         at_checkpoint = PrivacyLedger.load(checkpoint / LEDGER_FILE)
         unit = at_checkpoint.runs[-1].privacy_unit
@@ -336,6 +331,11 @@ class PrivateRun:
             raise ValueError(
                 f"checkpoint {checkpoint} protects each {unit} and this run would protect each "
                 f"{self._facts.privacy_unit}; resume with the same privacy_unit_column."
+            )
+        if state["partition"] != self._partition_digest(state["noise_key"]):
+            raise ValueError(
+                f"checkpoint {checkpoint} was trained on other privacy units than this data has; "
+                "resume with the same data and privacy_unit_column."
             )
         if checkpoint.resolve().parent != self.folder.resolve():
             self.ledger = self._adopt(at_checkpoint)

@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -661,9 +661,14 @@ class DPTrainer(Trainer):
 
     def _noise_rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
         """Rows of noise with the shapes of the training data, for trials that touch none of it."""
-        template = self.train_dataset[0]
         generator = torch.Generator().manual_seed(0)
-        return [_random_row_like(template, label, generator) for label in labels]
+        return [_random_row_like(self._blank_row, label, generator) for label in labels]
+
+    @cached_property
+    def _blank_row(self) -> dict[str, Tensor]:
+        """The shapes of a row; of the private row nothing else is used."""
+        row = self.train_dataset[0]
+        return {n: torch.zeros_like(torch.as_tensor(row[n])) for n in ("pixel_values", "labels")}
 
     def _check_per_sample_gradients(self, engine: PerSampleEngine) -> None:
         """Verify the engine on this run's model, collator and loss, with noise for images."""
@@ -906,7 +911,8 @@ class DPTrainer(Trainer):
                 if self.processing_class is not None:
                     self.processing_class.save_pretrained(staging)
             if self.ledger is not None and len(self.ledger) > 0:
-                report = model_card.privacy_report(self.ledger)
+                weights = model_card.hash_weights(staging)
+                report = model_card.privacy_report(self.ledger, weights=weights)
                 write_json(staging / model_card.REPORT_FILE, report.to_dict())
                 self._write_card(report, staging)
             for path in staging.iterdir():
@@ -953,6 +959,7 @@ class DPTrainer(Trainer):
             multi_label=self.multi_label,
             metrics_public=args.public_eval_split,
             has_plot=has_plot,
+            num_channels=self._blank_row["pixel_values"].shape[0],
             model_name=self.hub_model_id and self.hub_model_id.split("/")[-1],
         )
         (folder / model_card.CARD_FILE).write_text(card, encoding="utf-8")
@@ -1093,7 +1100,7 @@ class DPTrainer(Trainer):
         try:
             hub.push_folder(checkpoint_folder, self._repository, message=message, **settings)
         except ValueError as error:
-            logger.warning("Training goes on, but a checkpoint was not pushed: %s", error)
+            logger.warning("Training goes on, but pushing a checkpoint failed: %s", error)
 
     @property
     def _repository(self) -> str:
@@ -1191,14 +1198,14 @@ def _only(items: list[LogicalBatch]) -> LogicalBatch:
 
 
 def _random_row_like(
-    row: Mapping[str, Any], label: int, generator: torch.Generator
+    row: Mapping[str, Tensor], label: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """A row of noise with the shapes of ``row``; of the private row nothing else is used.
+    """A row of noise with the shapes of ``row``.
 
     Some rows have blank margins, as scans do: a model may leave them out.
     """
-    labels = torch.as_tensor(row["labels"])
-    pixels = torch.rand(torch.as_tensor(row["pixel_values"]).shape, generator=generator) * 2 - 1
+    labels, pixels = row["labels"], row["pixel_values"]
+    pixels = torch.rand(pixels.shape, generator=generator) * 2 - 1
     top, side = torch.randint(3, (2,), generator=generator).tolist()
     pixels[..., : pixels.shape[-2] * top // 4, :] = 0
     pixels[..., : pixels.shape[-1] * side // 4] = -1

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import set_seed
 
+from hf_dpmuon.accounting import round_up, round_up_fixed
 from hf_dpmuon.arguments import (
     DataArguments,
     DPTrainingArguments,
@@ -129,7 +130,8 @@ def finetune(
     for name, value in metrics.items():
         if name.startswith(METRICS_SHOWN):
             say(f"test {name.removeprefix('eval_').replace('_', ' ')}  {value:.4f}")
-    say(f"epsilon        {trainer.epsilon():.4f}  (delta {trainer.plan.delta:.3g})")
+    epsilon, delta = round_up_fixed(trainer.epsilon()), round_up(trainer.plan.delta)
+    say(f"epsilon        {epsilon}  (delta {delta})")
     trainer.save_model()  # and pushes it under --push_to_hub
     say(f"saved in       {args.output_dir}")
     if args.push_to_hub:

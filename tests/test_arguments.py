@@ -299,6 +299,6 @@ def test_a_file_that_is_no_text_or_no_yaml_is_named_in_one_sentence(tmp_path):
     config = tmp_path / "run.yaml"
     for content in (b"\xff\xfe\x00", b"a: [1\nb: }"):
         config.write_bytes(content)
-        with pytest.raises(ValueError, match="run.yaml' cannot be read") as refusal:
+        with pytest.raises(ValueError, match=r"run\.yaml' cannot be read") as refusal:
             parse_arguments([f"--config={config}"])
         assert "\n" not in str(refusal.value)

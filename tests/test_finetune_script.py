@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 ROOT = Path(__file__).parents[1]
@@ -177,3 +179,27 @@ def test_a_full_disk_ends_with_one_sentence_and_no_part_of_a_model(tmp_path, sav
     assert "privacy_ledger.jsonl" in left  # the step was taken, and counts
     assert not left & {"model.safetensors", "config.json", "README.md", "privacy_report.json"}
     assert not any("incomplete" in name or "checkpoint" in name for name in left)
+
+
+def test_the_card_of_the_quickstart_says_how_to_load_it_and_is_right(tmp_path, monkeypatch):
+    """Its model is greyscale, which `pipeline` would feed RGB."""
+    folder = tmp_path / "run"
+    done = launch(
+        "--config=configs/quickstart.yaml",
+        "--max_steps=1",
+        "--logical_batch_size=32",
+        f"--output_dir={folder}",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    card = (folder / "README.md").read_text()
+    snippet = card.split("```python\n")[1].split("```")[0]
+    Image.new("L", (50, 40), 90).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    printed: list[torch.Tensor] = []
+    exec(
+        snippet.replace("<this repository or folder>", str(folder)),
+        {"print": printed.append},
+    )
+    (probabilities,) = printed
+    assert probabilities.shape == (1, 10)
+    assert float(probabilities.sum()) == pytest.approx(1, abs=1e-5)

@@ -760,7 +760,7 @@ def test_a_checkpoint_that_cannot_be_pushed_does_not_stop_training(server, tmp_p
         callbacks=[Publish()],
     )
     trainer.train()
-    assert "was not pushed" in caplog.text
+    assert "pushing a checkpoint failed" in caplog.text
     messages = server.repositories[REPOSITORY].messages
     assert messages == ["initial commit", "Training in progress, step 2"]
     assert complete == [True, True]  # a checkpoint is whole before it is pushed
