@@ -500,7 +500,7 @@ def test_a_card_without_an_old_one_is_minimal(folder, capsys):
     timm = {"label_names": ["a", "b"], "problem_type": "multi_label_classification"}
     (folder / "config.json").write_text(json.dumps(timm))
     card = text("card", folder, capsys=capsys)
-    assert "2 classes: a, b" in card
+    assert "2 labels: a, b" in card
     assert "several labels per image" in card
 
 
