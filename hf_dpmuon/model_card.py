@@ -362,6 +362,7 @@ def plot_epsilon(ledger: PrivacyLedger, path: Path) -> bool:
     if not can_plot():
         return False
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     draws, epsilons = zip(*epsilon_curve(ledger), strict=True)
     figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -371,7 +372,7 @@ def plot_epsilon(ledger: PrivacyLedger, path: Path) -> bool:
     axes.set_ylabel(f"epsilon at delta = {round_up(ledger.runs[-1].delta)}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     save_figure(figure, path)
     return True

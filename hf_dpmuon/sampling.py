@@ -20,7 +20,7 @@ import re
 import secrets
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -164,13 +164,15 @@ def plain_ids(ids: object, *, argument: str = "ids") -> list[Id | None]:
         ValueError: An id is neither text nor a whole number that its type holds exactly, or some
             are text and some are numbers.
     """
-    # Elements of a tensor are objects that equal nothing but themselves.
-    values = ids.tolist() if hasattr(ids, "tolist") else ids
-    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable):
         raise ValueError(
             f"{argument} is of type {type(ids).__name__}; give a list, an array or a tensor with "
             "one id per row."
         )
+    # Elements of a tensor are objects that equal nothing but themselves.
+    values = ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids)
+    if not isinstance(values, list):
+        raise ValueError(f"{argument} is a single value; give one id per row.")
     exact_below = _exact_below(ids)
     plain: list[Id | None] = []
     kinds: set[str] = set()
@@ -211,11 +213,10 @@ def plain_ids(ids: object, *, argument: str = "ids") -> list[Id | None]:
 
 def _exact_below(holder: object) -> float:
     """Returns up to where a float of this type tells each whole number from the next."""
-    dtype = getattr(holder, "dtype", None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return 2 / torch.finfo(dtype).eps
-    if isinstance(dtype, np.dtype) and dtype.kind == "f":
-        return 2 / float(np.finfo(dtype).eps)
+    if isinstance(holder, Tensor) and holder.is_floating_point():
+        return 2 / torch.finfo(holder.dtype).eps
+    if isinstance(holder, np.ndarray | np.generic) and holder.dtype.kind == "f":
+        return 2 / float(np.finfo(holder.dtype).eps)
     return 2.0**53
 
 

@@ -62,8 +62,8 @@ ALONG: Mapping[str, tuple[int, int | None]] = {
 }
 VARIADIC = frozenset({"flip", "permute", "repeat", "tile"})
 EXCHANGES = frozenset({"transpose", "transpose_", "swapaxes", "swapdims", "movedim", "moveaxis"})
-WHOLE_TRANSPOSITIONS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "H"))
-MATRIX_TRANSPOSITIONS = frozenset(getattr(Tensor, name).__get__ for name in ("mT", "mH"))
+WHOLE_TRANSPOSITIONS = frozenset({Tensor.T.__get__, Tensor.H.__get__})  # type: ignore[attr-defined]
+MATRIX_TRANSPOSITIONS = frozenset({Tensor.mT.__get__, Tensor.mH.__get__})  # type: ignore[attr-defined]
 RESHAPES = frozenset({"reshape", "view", "flatten", "unflatten", "ravel", "repeat_interleave"})
 
 
