@@ -20,10 +20,10 @@ import re
 import secrets
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -149,6 +149,13 @@ def _fold(text: str) -> str:
     return "".join(c for c in _IGNORABLE.sub("", text) if unicodedata.category(c) not in _UNSEEN)
 
 
+@runtime_checkable
+class _Array(Protocol):
+    """Of numpy, torch, Arrow or pandas."""
+
+    def tolist(self) -> Any: ...
+
+
 def plain_ids(ids: object, *, argument: str = "ids") -> list[Id | None]:
     """Returns ids as plain text or plain whole numbers, None where one is missing.
 
@@ -164,15 +171,13 @@ def plain_ids(ids: object, *, argument: str = "ids") -> list[Id | None]:
         ValueError: An id is neither text nor a whole number that its type holds exactly, or some
             are text and some are numbers.
     """
-    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Iterable):
+    # Elements of a tensor are objects that equal nothing but themselves.
+    values = ids.tolist() if isinstance(ids, _Array) else ids
+    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
         raise ValueError(
             f"{argument} is of type {type(ids).__name__}; give a list, an array or a tensor with "
             "one id per row."
         )
-    # Elements of a tensor are objects that equal nothing but themselves.
-    values = ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids)
-    if not isinstance(values, list):
-        raise ValueError(f"{argument} is a single value; give one id per row.")
     exact_below = _exact_below(ids)
     plain: list[Id | None] = []
     kinds: set[str] = set()
