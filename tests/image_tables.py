@@ -46,7 +46,7 @@ def table(labels: list[Any], feature: Any = STRING, **columns: list[Any]) -> dat
 
 
 def parquet(folder: Path, **splits: datasets.Dataset) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, split in splits.items():
         split.to_parquet(str(folder / f"{name}.parquet"))
     return folder
@@ -58,13 +58,16 @@ def png(level: int) -> bytes:
     return buffer.getvalue()
 
 
-def webdataset(path: Path, samples: Iterable[Mapping[str, Any]]) -> Path:
+def webdataset(
+    path: Path, samples: Iterable[Mapping[str, Any]], *, keys: list[str] | None = None
+) -> Path:
     """Write one sample after the other: bytes as they are, anything else as JSON text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:
         for i, sample in enumerate(samples):
             for suffix, value in sample.items():
                 content = value if isinstance(value, bytes) else json.dumps(value).encode()
-                member = tarfile.TarInfo(f"{i:04d}.{suffix}")
+                member = tarfile.TarInfo(f"{keys[i] if keys else f'{i:04d}'}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
     return path

@@ -215,6 +215,27 @@ def test_headers_with_errors_say_nothing_of_the_patient(
     assert SECRET[:8] not in said
 
 
+@pytest.mark.parametrize("kept", [0, 1, 128, 131, 132, 200, 400, 700, -1, -9000])
+def test_a_file_that_is_cut_short_is_called_so(tmp_path: Path, kept: int) -> None:
+    for i, name in enumerate(("ill", "well")):
+        write_dicom(tmp_path / name / "x.dcm", ramp(i))
+    file = tmp_path / "ill" / "x.dcm"
+    file.write_bytes(file.read_bytes()[:kept])
+    message = r"1 DICOM .*(cut short|without its preamble).*first rows: 0"
+    with pytest.raises(ValueError, match=message) as caught:
+        load_image_dataset(str(tmp_path))
+    assert SECRET not in str(caught.value)
+
+
+def test_a_file_without_its_preamble_is_called_so(tmp_path: Path) -> None:
+    for i, name in enumerate(("ill", "well")):
+        write_dicom(tmp_path / name / "x.dcm", ramp(i))
+    file = tmp_path / "ill" / "x.dcm"
+    file.write_bytes(file.read_bytes()[132:])
+    with pytest.raises(ValueError, match="1 DICOM without its preamble"):
+        load_image_dataset(str(tmp_path))
+
+
 @pytest.mark.parametrize("window", [(40.0, 0.0), (40.0, -1.0)])
 def test_a_window_without_width_is_refused(window: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"dicom_window=\(40\.0, .*a width > 0"):

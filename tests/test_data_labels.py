@@ -212,6 +212,35 @@ def test_wrong_label_columns_are_named(
         load_image_dataset(str(chexpert(tmp_path, ["1,0", "0,1"])), **arguments)
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("column", ["patient", "PatientID", "study_id", "mrn"])
+def test_classes_that_are_ids_are_no_labels(tmp_path: Path, column: str, named: bool) -> None:
+    """Their names would be published with the model."""
+    people = datasets.ClassLabel(names=["p", "q"])
+    split = table(["a", "b", "a"]).add_column(column, [0, 0, 1]).cast_column(column, people)
+    unit = column if named else None
+    folder = parquet(tmp_path / "x", train=split)
+    assert load_image_dataset(str(folder), privacy_unit_column=unit).label_names == ("a", "b")
+    folder = parquet(tmp_path / "y", train=split.remove_columns("label"))
+    with pytest.raises(ValueError, match="no column looks like the labels"):
+        load_image_dataset(str(folder), privacy_unit_column=unit)
+
+
+def test_a_named_unit_of_any_name_is_no_label(tmp_path: Path) -> None:
+    people = datasets.ClassLabel(names=["p", "q"])
+    split = table([0, 1, 0], CLASSES).add_column("who", [0, 0, 1]).cast_column("who", people)
+    folder = parquet(tmp_path / "x", train=split)
+    with pytest.raises(ValueError, match="2 columns look like the labels"):
+        load_image_dataset(str(folder))
+    splits = load_image_dataset(str(folder), privacy_unit_column="who")
+    assert splits.label_column == "label"
+
+
+def test_what_is_seen_may_be_called_a_lesion(tmp_path: Path) -> None:
+    folder = parquet(tmp_path / "x", train=table([0, 1], CLASSES).rename_column("label", "lesion"))
+    assert load_image_dataset(str(folder)).label_column == "lesion"
+
+
 INTEGERS = datasets.List(datasets.Value("int64"))
 
 
@@ -221,6 +250,7 @@ def test_lists_with_a_single_one_are_classes(tmp_path: Path) -> None:
     assert not splits.multi_label
     assert splits.label_names == ("0", "1", "2")
     assert splits.train["label"][:] == [1, 0, 2]
+    assert any("one class per image, as all lists of 'label'" in note for note in splits.notes)
 
 
 @pytest.mark.parametrize("second", [[1, 1], [0, 0], [None, 1], None])
@@ -229,6 +259,7 @@ def test_other_lists_are_several_labels(tmp_path: Path, second: list[int | None]
     splits = load_image_dataset(str(folder))
     assert splits.multi_label
     assert splits.label_names == ("0", "1")
+    assert any("several labels per image, as not all lists" in note for note in splits.notes)
     wanted = [NAN if value is None else value for value in second or [None, None]]
     np.testing.assert_array_equal(numbers(splits), [[0, 1], wanted])
 

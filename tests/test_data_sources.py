@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
-from image_tables import SECRET, class_folders, parquet, png, table, webdataset
+from image_tables import SECRET, class_folders, parquet, png, table, webdataset, write_image
 from loopback_hub import LoopbackHub, parquet_of, png_of
 
 from hf_dpmuon.data import load_image_dataset
@@ -155,6 +156,104 @@ def test_a_table_that_cannot_be_parsed_is_refused_without_its_rows(tmp_path: Pat
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["", " ", "\t"])
+def test_no_name_is_not_the_current_folder(name: str) -> None:
+    with pytest.raises(ValueError, match="has no name; give a folder"):
+        load_image_dataset(name)
+
+
+@pytest.mark.parametrize("left", [[], ["ill/", "well/"], [".DS_Store"], ["__MACOSX/ill/0.png"]])
+def test_a_folder_without_files_is_one_sentence(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        path = tmp_path / "x" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir() if name.endswith("/") else path.write_bytes(b"")
+    (tmp_path / "x").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match="is a folder without files") as caught:
+        load_image_dataset(str(tmp_path / "x"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_table_that_is_not_separated_by_commas_is_told_so(tmp_path: Path, separator: str) -> None:
+    class_folders(tmp_path, {"images": 2})
+    rows = [["path", "label"], ["images/0.png", "1"], ["images/1.png", "0"]]
+    (tmp_path / "x.csv").write_text("\n".join(map(separator.join, rows)))
+    with pytest.raises(ValueError, match="separate the columns of a CSV file by commas"):
+        load_image_dataset(str(tmp_path / "x.csv"))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_table_in_another_encoding_is_told_so(tmp_path: Path, encoding: str) -> None:
+    class_folders(tmp_path, {"images": 2})
+    text = "path,label\nimages/0.png,M\u00fcller\nimages/1.png,x\n"
+    (tmp_path / "x.csv").write_text(text, encoding=encoding)
+    with pytest.raises(ValueError, match="is not encoded in UTF-8") as caught:
+        load_image_dataset(str(tmp_path / "x.csv"))
+    assert "ller" not in str(caught.value)
+
+
+# Splits of folders
+
+WORDS = ["stress-test", "test", "test_positive", "train", "val", "validation 2", "dev.x", "eval"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("where", ["class", "file", "metadata"])
+def test_only_a_folder_above_the_classes_is_a_split(tmp_path: Path, word: str, where: str) -> None:
+    classes = [word, "other"] if where == "class" else ["a", "b"]
+    prefix = "" if where == "class" else f"{word}_"
+    paths = [f"{name}/{prefix}{i}.png" for name in classes for i in range(2)]
+    for i, path in enumerate(paths):
+        write_image(tmp_path / path, level=i)
+    if where == "metadata":
+        rows = [f"{path},{path[0]}" for path in paths]
+        (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    splits = load_image_dataset(str(tmp_path))
+    assert len(splits.train) == 4
+    assert splits.evaluation is None
+    assert splits.label_names == tuple(sorted(classes))
+
+
+@pytest.mark.parametrize(
+    ("above", "metadata"),
+    [("", None), ("unzipped/", None), ("a/b/", None), ("", "one"), ("", "each")],
+)
+@pytest.mark.parametrize(
+    ("folder", "split"),
+    [("test", "test"), ("val", "validation"), ("Test", "test"), ("dev", "validation")],
+)
+def test_folders_called_like_splits_are_splits(
+    tmp_path: Path, above: str, metadata: str | None, folder: str, split: str
+) -> None:
+    class_folders(tmp_path / above / "train", {"a": 2, "b": 2})
+    class_folders(tmp_path / above / folder, {"a": 1, "b": 1})
+    if metadata is not None:
+        for at in [tmp_path] if metadata == "one" else [tmp_path / "train", tmp_path / folder]:
+            files = sorted(file.relative_to(at) for file in at.rglob("*.png"))
+            rows = [f"{file},{file.parent.name}" for file in files]
+            (at / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    splits = load_image_dataset(str(tmp_path))
+    assert splits.label_names == ("a", "b")
+    assert splits.train["label"][:] == [0, 0, 1, 1]
+    assert splits.evaluation is not None
+    assert splits.evaluation["label"][:] == [0, 1]
+    assert splits.notes[0] == f"evaluating on the split {split!r}"
+
+
+def test_folders_almost_called_like_splits_are_not_merged(tmp_path: Path) -> None:
+    for name in ("train_set", "test_set"):
+        class_folders(tmp_path / name, {"a": 2, "b": 2})
+    with pytest.raises(ValueError, match="2 folders above those of its classes"):
+        load_image_dataset(str(tmp_path))
+
+
+def test_names_of_files_that_make_another_split_are_explained(tmp_path: Path) -> None:
+    table(["a", "b"]).to_parquet(str(tmp_path / "stress_test.parquet"))
+    with pytest.raises(ValueError, match=r"'train' is missing; choose from test \(.*taken for"):
+        load_image_dataset(str(tmp_path))
+
+
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"")
     with pytest.raises(ValueError, match=r"must end in \.csv, \.parquet or \.tar"):
@@ -233,7 +332,7 @@ print("SAID", json.dumps(said))
         hub.add_dataset("clinic/private", files, private=True)
         hub.add_dataset("clinic/scripted", {"scripted.py": b"raise SystemExit"})
         said = {}
-        for token in (None, "hf_loopback"):
+        for token in (None, "hf_loopback", "hf_expired"):
             home = tmp_path / str(token)
             done = hub.python(code, json.dumps(asked), home=home, token=token)
             said[token] = json.loads(done.stdout.split("SAID ")[1])
@@ -247,7 +346,11 @@ print("SAID", json.dumps(said))
     assert "'v9'" in stranger["clinic/open@v9"]
     assert "script of its own" in stranger["clinic/scripted@None"]
     assert member["clinic/private@None"] == member["clinic/gated@None"] == 4
-    for sentence in (*stranger.values(), *member.values()):
+    expired = said["hf_expired"]
+    for name in ("gated", "private"):
+        assert "set HF_TOKEN" in expired[f"clinic/{name}@None"], expired
+        assert "wrong, expired" in expired[f"clinic/{name}@None"], expired
+    for sentence in (*stranger.values(), *member.values(), *expired.values()):
         assert isinstance(sentence, int) or ("\n" not in sentence and sentence.endswith("."))
 
 
@@ -282,3 +385,25 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", full)
     with pytest.raises(ValueError, match="does not fit on the disk of the cache"):
         load_image_dataset(str(parquet(tmp_path / "x", train=table(["a", "b"]))))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *({"eval_fraction": value} for value in ("x", True, float("nan"), [0.5])),
+        *({"label_columns": value} for value in ("dx", 3, [1], {"dx"})),
+        *({"dicom_window": value} for value in (5, (1,), (1, 2, 3), "ab", ("a", 2), (1, True))),
+        *({"dicom_window": value} for value in ((float("nan"), 5), (40, float("inf")), (40, -1))),
+        *({name: 3} for name in ("config_name", "revision", "train_split", "eval_split")),
+        *({name: 3} for name in ("image_column", "label_column", "privacy_unit_column")),
+        {"train_split": None},
+        {"privacy_unit_column": "image", "privacy_unit_pattern": 3},
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name_before_any_data(
+    arguments: dict[str, Any],
+) -> None:
+    name = list(arguments)[-1]
+    with pytest.raises(ValueError, match=f"^{name}=.* must be ") as caught:
+        load_image_dataset("/no/such/folder", **arguments)
+    assert "\n" not in str(caught.value)

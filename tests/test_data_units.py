@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from image_tables import SECRET, parquet, table, write_image
+from image_tables import SECRET, parquet, png, table, webdataset, write_image
 
 from hf_dpmuon.data import load_image_dataset, unit_name
 from hf_dpmuon.data.units import find_repeated_unit, group_rows, held_out, unit_ids
@@ -101,7 +101,7 @@ def test_rows_without_an_id_are_refused(tmp_path: Path, ids: list[Any], message:
     ("column", "message"),
     [
         ("label", "is a column of images or labels"),
-        ("image", "is a column of images or labels"),
+        ("image", "is the column of images; set privacy_unit_pattern too"),
         ("PatientID", "privacy_unit_column='PatientID' is missing from the split 'train'"),
     ],
 )
@@ -392,7 +392,7 @@ def test_what_has_no_id_is_to_be_mended_before_a_unit_is_set(tmp_path: Path) -> 
     splits = load_image_dataset(str(folder))
     assert splits.repeated_unit is not None
     assert "after the ids of 1 images are filled in or these are removed" in " ".join(splits.notes)
-    with pytest.raises(ValueError, match=r"has no id that matches .* in 1 of 4 rows"):
+    with pytest.raises(ValueError, match=r"matches .* in 1 of 4 rows .*mend the pattern"):
         load_image_dataset(
             str(folder),
             privacy_unit_column="path",
@@ -446,3 +446,189 @@ def test_spellings_of_one_patient_are_held_out_together() -> None:
         assert all(
             len({row - row % 3 for row in part[i : i + 3]}) == 1 for i in range(0, len(part), 3)
         )
+
+
+# Ids in the paths of images
+
+OWNERS = (1, 2, 1, 3, 1, 2)  # patients of six images
+
+
+def named(folder: str = "", prefix: str = "patient") -> list[str]:
+    return [f"{folder}{prefix}{owner:05d}/view{i}.png" for i, owner in enumerate(OWNERS)]
+
+
+def write_all(root: Path, paths: list[str]) -> None:
+    for i, path in enumerate(paths):
+        write_image(root / path, level=i)
+
+
+def class_folders_of_patients(home: Path) -> tuple[Path, str]:
+    for i, owner in enumerate(OWNERS):
+        write_image(home / "set" / ("ill", "well")[i % 2] / f"patient{owner}_{i}.png", level=i)
+    return home / "set", "image"
+
+
+def csv_of_patients(home: Path) -> tuple[Path, str]:
+    write_all(home / "set", named())
+    rows = [f"{path},{i % 2}" for i, path in enumerate(named())]
+    (home / "set" / "train.csv").write_text("\n".join(["Path,label", *rows]))
+    return home / "set", "Path"
+
+
+def csv_from_above(home: Path) -> tuple[Path, str]:
+    """As CheXpert is downloaded: the paths begin with the folder that the table is in."""
+    write_all(home, named("set/train/"))
+    rows = [f"{path},{i % 2}" for i, path in enumerate(named("set/train/"))]
+    (home / "set" / "train.csv").write_text("\n".join(["Path,label", *rows]))
+    return home / "set" / "train.csv", "Path"
+
+
+def metadata_of_patients(home: Path, suffix: str = "csv") -> tuple[Path, str]:
+    write_all(home / "set", named())
+    rows = [f"{path},{i % 2}" for i, path in enumerate(named())]
+    text = "\n".join(["file_name,label", *rows])
+    if suffix == "jsonl":
+        parts = (row.split(",") for row in rows)
+        text = "\n".join(f'{{"file_name": "{path}", "label": {label}}}' for path, label in parts)
+    (home / "set" / f"metadata.{suffix}").write_text(text)
+    return home / "set", "image"
+
+
+def metadata_of_lines(home: Path) -> tuple[Path, str]:
+    return metadata_of_patients(home, "jsonl")
+
+
+def tar_of_patients(home: Path) -> tuple[Path, str]:
+    keys = [f"patient{owner}_{i}" for i, owner in enumerate(OWNERS)]
+    samples = [{"png": png(i), "cls": i % 2} for i in range(6)]
+    return webdataset(home / "set.tar", samples, keys=keys), "__key__"
+
+
+def parquet_of_paths(home: Path) -> tuple[Path, str]:
+    """As on the Hub: the bytes of each image, and what its file was called."""
+    images = [{"bytes": png(i), "path": path} for i, path in enumerate(named())]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    columns = {"image": images, "label": [i % 2 for i in range(6)]}
+    return parquet(home / "set", train=datasets.Dataset.from_dict(columns, features)), "image"
+
+
+SOURCES = [
+    *(class_folders_of_patients, csv_of_patients, csv_from_above, metadata_of_patients),
+    *(metadata_of_lines, tar_of_patients, parquet_of_paths),
+]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_patients_in_the_paths_of_images_are_found_and_can_be_units(
+    source: Any, tmp_path: Path
+) -> None:
+    """Whatever the form; the folder above, which looks like a patient too, is nobody's."""
+    folder, column = source(tmp_path / "patient99")
+    splits = load_image_dataset(str(folder))
+    found = splits.repeated_unit
+    assert found is not None
+    assert (found.column, found.name, found.largest, found.unknown) == (column, "patient", 3, 0)
+    notes = " ".join(splits.notes)
+    assert f"--privacy_unit_column {column} --privacy_unit_pattern '{found.pattern}'" in notes
+    assert "patient0" not in notes
+    before = set(splits.train.column_names)
+    for pattern in (found.pattern, "(?P<patient>patient[0-9]+)"):
+        splits = load_image_dataset(
+            str(folder), privacy_unit_column=column, privacy_unit_pattern=pattern
+        )
+        assert splits.units is not None
+        assert splits.units.name == "patient"
+        assert sorted(len(rows) for rows in splits.units.rows_of_unit) == [1, 2, 3]
+        assert set(splits.train.column_names) == before  # no column of paths was added
+
+
+def test_the_paths_of_a_table_are_matched_as_it_has_them(tmp_path: Path) -> None:
+    folder, column = csv_from_above(tmp_path)
+    splits = load_image_dataset(
+        str(folder), privacy_unit_column=column, privacy_unit_pattern="^set/train/(?P<patient>.+)/"
+    )
+    assert splits.units is not None
+    assert len(splits.units) == 3
+
+
+def test_units_in_paths_follow_the_rows_that_are_left_and_are_held_out_whole(
+    tmp_path: Path,
+) -> None:
+    for i in range(60):
+        path = tmp_path / "set" / ("ill", "well")[i % 2] / f"patient{i // 3}_{i}.png"
+        write_image(path, level=i)
+    (tmp_path / "set" / "ill" / "patient0_0.png").write_bytes(b"")
+    splits = load_image_dataset(
+        str(tmp_path / "set"),
+        privacy_unit_column="image",
+        privacy_unit_pattern="(?P<patient>patient[0-9]+)",
+        on_corrupt="drop",
+        eval_fraction=0.4,
+    )
+    assert splits.units is not None
+    assert splits.evaluation is not None
+    assert splits.units.num_rows + len(splits.evaluation) == 59
+    levels = [
+        {int(np.asarray(row["image"]).max()) // 3 for row in part}
+        for part in (splits.train, splits.evaluation)
+    ]
+    assert not levels[0] & levels[1]
+    assert len(levels[0]) == len(splits.units)
+
+
+def test_a_patient_in_the_paths_of_both_splits_is_counted_and_refused(tmp_path: Path) -> None:
+    for i, owner in enumerate(OWNERS):
+        folder = tmp_path / ("train", "test")[i // 4] / ("ill", "well")[i % 2]
+        write_image(folder / f"patient{owner}_{i}.png", level=i)
+    splits = load_image_dataset(str(tmp_path))
+    assert "2 of 2 evaluation images share their patient" in " ".join(splits.notes)
+    assert splits.repeated_unit is not None
+    with pytest.raises(ValueError, match="2 units are in the train and the evaluation split"):
+        load_image_dataset(
+            str(tmp_path),
+            privacy_unit_column="image",
+            privacy_unit_pattern=splits.repeated_unit.pattern,
+        )
+
+
+def test_images_without_a_path_have_no_unit_there(tmp_path: Path) -> None:
+    folder = parquet(tmp_path / "x", train=table(["a", "b"]))
+    with pytest.raises(ValueError, match="in 2 of 2 rows"):
+        load_image_dataset(
+            str(folder), privacy_unit_column="image", privacy_unit_pattern="(?P<patient>.+)"
+        )
+
+
+@pytest.mark.parametrize("named_column", [None, "Path"])
+def test_only_the_column_whose_files_exist_becomes_images(
+    tmp_path: Path, named_column: str | None
+) -> None:
+    """Another column of paths stays text, in which ids are found as well."""
+    write_all(tmp_path, [f"{i}.png" for i in range(6)])
+    rows = [f"archive/{path},{i}.png,{i % 2}" for i, path in enumerate(named())]
+    (tmp_path / "x.csv").write_text("\n".join(["source,Path,label", *rows]))
+    splits = load_image_dataset(str(tmp_path), image_column=named_column)
+    assert splits.image_column == "Path"
+    assert splits.train["source"][:] == [f"archive/{path}" for path in named()]
+    assert splits.repeated_unit is not None
+    assert (splits.repeated_unit.column, splits.repeated_unit.largest) == ("source", 3)
+
+
+def test_of_two_columns_of_files_the_named_one_becomes_images(tmp_path: Path) -> None:
+    write_all(tmp_path, [f"{i}.png" for i in range(4)])
+    rows = [f"{i}.png,{(i + 1) % 4}.png,{i % 2}" for i in range(4)]
+    (tmp_path / "x.csv").write_text("\n".join(["left,right,label", *rows]))
+    with pytest.raises(ValueError, match="2 columns look like the images"):
+        load_image_dataset(str(tmp_path))
+    splits = load_image_dataset(str(tmp_path), image_column="right")
+    assert [int(np.asarray(row["right"]).max()) for row in splits.train] == [1, 2, 3, 0]
+    assert splits.train["left"][:] == ["0.png", "1.png", "2.png", "3.png"]
+
+
+def test_folders_of_persons_are_no_classes(tmp_path: Path) -> None:
+    """The names of classes are published with the model."""
+    for i, owner in enumerate(OWNERS):
+        write_image(tmp_path / ("ill", "well")[i % 2] / f"Patient-{owner:03d}/{i}.png", level=i)
+    with pytest.raises(ValueError, match="3 folders named for persons") as caught:
+        load_image_dataset(str(tmp_path))
+    assert "00" not in str(caught.value).replace(str(tmp_path), "")

@@ -368,6 +368,42 @@ def test_the_guide_has_a_row_for_each_config():
         assert row.split("|")[4].split()[0] == published.unit
 
 
+@pytest.mark.parametrize(
+    ("of", "paths", "persons"),
+    [
+        (
+            "image",
+            [f"{i % 3}/{40713 + i // 2}_{('left', 'right')[i % 2]}.jpeg" for i in range(12)],
+            6,
+        ),
+        (
+            "Path",
+            [f"train/patient{i // 3:05d}/study1/view{i}_frontal.jpg" for i in range(12)],
+            4,
+        ),
+    ],
+)
+def test_the_units_in_paths_that_the_guide_names_are_found(tmp_path, of, paths, persons):
+    """Both as they are downloaded: a folder of grades, and CheXpert with its table."""
+    for path, image in zip(paths, pictures("guide"), strict=False):
+        file = tmp_path / "CheXpert-v1.0-small" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Pictures.open(io.BytesIO(image)).save(file)
+    folder = tmp_path / "CheXpert-v1.0-small"
+    if of == "Path":
+        rows = [f"{folder.name}/{path},{i % 2}.0" for i, path in enumerate(paths)]
+        (folder / "train.csv").write_text("\n".join(["Path,Edema", *rows]))
+    (pattern,) = re.findall(rf"--privacy_unit_column {of} --privacy_unit_pattern '(.*)'", GUIDE)
+    splits = load_image_dataset(
+        str(folder),
+        privacy_unit_column=of,
+        privacy_unit_pattern=pattern,
+        label_columns=["Edema"] if of == "Path" else None,
+    )
+    assert splits.units.name == "patient"
+    assert len(splits.units) == persons
+
+
 # ---- runs ----
 
 # Each run is a child of its own, with the script's own streams and exit code; only the imports are

@@ -23,10 +23,18 @@ from PIL import Image
 if TYPE_CHECKING:
     import pydicom
 
-__all__ = ["ImageKindError", "Window", "is_dicom", "is_dicom_file", "read_dicom"]
+__all__ = [
+    "DICOM_SUFFIXES",
+    "ImageKindError",
+    "Window",
+    "is_dicom",
+    "is_dicom_file",
+    "read_dicom",
+]
 
 Window = tuple[float, float]  # center and width, in the units of the file after its rescaling
 
+DICOM_SUFFIXES = (".dcm", ".dicom")
 MAGIC = slice(128, 132)
 GREYSCALE = ("MONOCHROME1", "MONOCHROME2")
 
@@ -58,7 +66,8 @@ def read_dicom(source: str | BinaryIO, window: Window | None) -> Image.Image:
             `center - width / 2` and below, white is `center + width / 2` and above.
 
     Raises:
-        ImageKindError: It is no single greyscale or colour frame, or no decoder is installed.
+        ImageKindError: It is damaged or no single greyscale or colour frame, or no decoder is
+            installed.
         ImportError: pydicom is missing.
     """
     try:
@@ -69,9 +78,14 @@ def read_dicom(source: str | BinaryIO, window: Window | None) -> Image.Image:
         ) from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they quote values of the header
-        file = pydicom.dcmread(source)
-        _refuse_unsupported(file)
-        pixels = pydicom.pixels.pixel_array(file)
+        try:
+            file = pydicom.dcmread(source)
+            _refuse_unsupported(file)
+            pixels = pydicom.pixels.pixel_array(file)
+        except ImageKindError:
+            raise
+        except Exception:  # whatever pydicom and its decoders raise; it may quote the header
+            raise ImageKindError("DICOM that is damaged or cut short") from None
         if file.PhotometricInterpretation in GREYSCALE:
             return Image.fromarray(_grey_levels(pixels, file, window))
         return Image.fromarray(_colours(pixels, file))
@@ -81,7 +95,7 @@ def _refuse_unsupported(file: "pydicom.Dataset") -> None:
     from pydicom.pixels import get_decoder
 
     if "PixelData" not in file:
-        raise ImageKindError("DICOM without integer pixels")
+        raise ImageKindError("DICOM without integer pixels, or cut short before them")
     if int(file.get("NumberOfFrames") or 1) > 1:
         raise ImageKindError("DICOM of several frames, each of which needs a file of its own")
     syntax = file.file_meta.TransferSyntaxUID

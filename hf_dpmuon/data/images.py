@@ -17,10 +17,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from hf_dpmuon.data.dicom import ImageKindError, Window, is_dicom, is_dicom_file, read_dicom
+from hf_dpmuon.data.dicom import (
+    DICOM_SUFFIXES,
+    ImageKindError,
+    Window,
+    is_dicom,
+    is_dicom_file,
+    read_dicom,
+)
 
 __all__ = ["ImageFormat", "ImageTransform", "build_transforms", "decode", "open_image", "open_rows"]
 
@@ -111,7 +118,14 @@ def open_image(stored: Mapping[str, Any] | None, window: Window | None) -> Image
         return read_dicom(io.BytesIO(content), window)
     if content is None and path is not None and "://" not in path and is_dicom_file(path):
         return read_dicom(path, window)
-    image: Image.Image = datasets.Image().decode_example(stored)
+    try:
+        image: Image.Image = datasets.Image().decode_example(stored)
+    except UnidentifiedImageError:
+        if str(path).lower().endswith(DICOM_SUFFIXES):
+            raise ImageKindError(
+                "DICOM without its preamble, which must be written before it is read"
+            ) from None
+        raise
     return image
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_dpmuon.data.columns import column_values, first_rows, only, quoted, require_column
+from hf_dpmuon.data.units import looks_like_ids
 
 if TYPE_CHECKING:
     import datasets
@@ -58,6 +59,7 @@ def encode_labels(
     label_column: str | None,
     label_columns: Sequence[str] | None,
     image_column: str,
+    privacy_unit_column: str | None = None,
 ) -> tuple[Splits, Labels]:
     """Replace the labels of every split by numbers.
 
@@ -66,7 +68,8 @@ def encode_labels(
         label_column: One class per row as a `ClassLabel`, an int or a string; a list of 0 and 1
             per row; or a list of `ClassLabel`. Found when it is not named.
         label_columns: Several columns of 0 and 1, or of words such as "absent" and "present".
-        image_column: Name of the column of images.
+        image_column: Name of the column of images, which is no label unasked.
+        privacy_unit_column: Name of the column of ids, which is none either.
 
     Raises:
         ValueError: A column is missing or ambiguous, or a label is missing or out of range.
@@ -88,7 +91,10 @@ def encode_labels(
         return _join_columns(splits, tuple(label_columns))
 
     train = next(iter(splits.values()))
-    column = label_column or _find_label_column(train, image_column)
+    others = [image_column]
+    if privacy_unit_column is not None and privacy_unit_column not in LABEL_COLUMNS:
+        others.append(privacy_unit_column)
+    column = label_column or _find_label_column(train, others)
     require_column(splits, column, argument="label_column")
     features = [split.features[column] for split in splits.values()]
     are_lists = {isinstance(feature, (datasets.List, datasets.LargeList)) for feature in features}
@@ -143,16 +149,17 @@ def label_notes(
     return notes
 
 
-def _find_label_column(train: "datasets.Dataset", image_column: str) -> str:
+def _find_label_column(train: "datasets.Dataset", others: Sequence[str]) -> str:
     import datasets
 
-    columns = [column for column in train.column_names if column != image_column]
+    columns = [column for column in train.column_names if column not in others]
     classes = [
         column
         for column in columns
         if isinstance(train.features[column], datasets.ClassLabel)
         or _classes(train.features[column]) is not None
     ]
+    classes = [column for column in classes if not looks_like_ids(column)]
     # A lone column of strings is not taken: it may as well hold patient ids, and class names
     # are published with the model.
     candidates = classes or [column for column in columns if column in LABEL_COLUMNS]
@@ -297,10 +304,18 @@ def _read_lists(splits: Splits, column: str) -> tuple[Splits, Labels]:
         rows[name] = [numbers[i : i + count] for i in range(0, len(numbers), count)]
         uncertain += marked
     names = tuple(map(str, range(max(lengths))))
-    if all(sum(row) == 1 for of_split in rows.values() for row in of_split):
-        ids = {name: [row.index(1) for row in of_split] for name, of_split in rows.items()}
-        return _put(splits, column, ids), Labels(column, names, multi_label=False)
-    return _put(splits, column, rows), Labels(column, names, True, _uncertain_note(uncertain))
+    # One odd row decides between the two, so the note says which it became.
+    is_multi = not all(sum(row) == 1 for of_split in rows.values() for row in of_split)
+    kind = (
+        f"{'several labels' if is_multi else 'one class'} per image, as "
+        f"{'not all' if is_multi else 'all'} lists of {column!r} have exactly one 1; this is taken "
+        "as public"
+    )
+    if is_multi:
+        notes = (kind, *_uncertain_note(uncertain))
+        return _put(splits, column, rows), Labels(column, names, True, notes)
+    ids = {name: [row.index(1) for row in of_split] for name, of_split in rows.items()}
+    return _put(splits, column, ids), Labels(column, names, False, (kind,))
 
 
 def _binary(

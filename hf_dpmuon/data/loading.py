@@ -13,10 +13,12 @@ Guarantees:
 """
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -116,7 +118,9 @@ def load_image_dataset(
             of classes, per row. Found by its type, or by the name "label", "labels" or "cls".
         label_columns: Instead, several columns of 0 and 1, or of absent and present, blank where a
             label is not known; CheXpert's -1, or uncertain, counts as not known.
-        privacy_unit_column: Column of ids: all rows of an id are one unit of privacy.
+        privacy_unit_column: Column of ids: all rows of an id are one unit of privacy. With a
+            pattern it may be the column of images, whose paths are looked at, below the data set's
+            folder or as a table has them.
         privacy_unit_pattern: Where the ids are part of a longer text, such as a path: a regular
             expression whose one named group is the id and says what a unit is called.
         dicom_window: Center and width of the grey levels of DICOM files, in place of their own.
@@ -127,10 +131,24 @@ def load_image_dataset(
             missing or ambiguous, a label or an id is missing or out of range, an image cannot be
             read, a unit is in both splits, or there is nothing to learn.
     """
+    for argument, value in {
+        "name_or_path": name_or_path,
+        "config_name": config_name,
+        "revision": revision,
+        "train_split": train_split,
+        "eval_split": eval_split,
+        "image_column": image_column,
+        "label_column": label_column,
+        "privacy_unit_column": privacy_unit_column,
+        "privacy_unit_pattern": privacy_unit_pattern,
+    }.items():
+        required = argument in ("name_or_path", "train_split")
+        if not (isinstance(value, str) or (value is None and not required)):
+            raise ValueError(f"{argument}={value!r} must be text{'' if required else ' or None'}.")
     if on_corrupt not in ("refuse", "drop"):
         raise ValueError(f"on_corrupt={on_corrupt!r} is unknown; use 'refuse' or 'drop'.")
-    if eval_fraction is not None and not 0 < eval_fraction < 1:
-        raise ValueError(f"eval_fraction={eval_fraction} must be in (0, 1).")
+    if eval_fraction is not None and not (_is_number(eval_fraction) and 0 < eval_fraction < 1):
+        raise ValueError(f"eval_fraction={eval_fraction!r} must be in (0, 1).")
     if eval_fraction is not None and eval_split is not None:
         raise ValueError(
             f"eval_fraction={eval_fraction} and eval_split={eval_split!r} are both set; set one."
@@ -139,10 +157,24 @@ def load_image_dataset(
         raise ValueError(
             f"privacy_unit_pattern={privacy_unit_pattern!r} needs a privacy_unit_column to look in."
         )
-    if dicom_window is not None and not dicom_window[1] > 0:
-        raise ValueError(f"dicom_window={dicom_window} must be a center and a width > 0.")
+    if label_columns is not None and (
+        isinstance(label_columns, str)
+        or not isinstance(label_columns, Sequence)
+        or not all(isinstance(column, str) for column in label_columns)
+    ):
+        raise ValueError(
+            f"label_columns={label_columns!r} must be a list of names of columns, such as "
+            "['Edema', 'Fracture']; name a single column of classes with label_column."
+        )
+    if dicom_window is not None and not _is_window(dicom_window):
+        raise ValueError(
+            f"dicom_window={dicom_window!r} must be a center and a width > 0, two finite numbers."
+        )
 
-    tables, notes = read_splits(name_or_path, config_name=config_name, revision=revision)
+    read = read_splits(
+        name_or_path, config_name=config_name, revision=revision, image_column=image_column
+    )
+    tables, roots, notes = read.splits, read.roots, list(read.notes)
     if eval_fraction is None and eval_split is None:
         eval_split = next((s for s in EVALUATION_SPLITS if s in tables and s != train_split), None)
         notes.append(
@@ -154,24 +186,33 @@ def load_image_dataset(
 
     image_column = find_image_column(splits, image_column)
     splits, labels = encode_labels(
-        splits, label_column=label_column, label_columns=label_columns, image_column=image_column
+        splits,
+        label_column=label_column,
+        label_columns=label_columns,
+        image_column=image_column,
+        privacy_unit_column=privacy_unit_column,
     )
     notes += labels.notes
+    splits = {
+        name: _with_opened_images(split, image_column, dicom_window)
+        for name, split in splits.items()
+    }
     no_ids = (image_column, labels.column, *(label_columns or ()))
+    ids_of = partial(
+        unit_ids,
+        column=privacy_unit_column or "",
+        pattern=privacy_unit_pattern,
+        other_columns=no_ids,
+        roots=roots,
+    )
     if privacy_unit_column is not None:  # before the images: their check takes time
-        ids = unit_ids(
-            splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
-        )
+        ids = ids_of(splits)
         group_rows(
             ids[train_split],
             ids.get(eval_split or ""),
             column=privacy_unit_column,
             pattern=privacy_unit_pattern,
         )
-    splits = {
-        name: _with_opened_images(split, image_column, dicom_window)
-        for name, split in splits.items()
-    }
     digests = {}
     for name in splits:
         splits[name], digests[name], seen = _check_images(
@@ -181,9 +222,7 @@ def load_image_dataset(
     if eval_fraction is not None:
         keys: Sequence[Id | bytes] = digests[train_split]
         if privacy_unit_column is not None:
-            keys = unit_ids(
-                splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
-            )[train_split]
+            keys = ids_of(splits)[train_split]
         eval_split = HELD_OUT
         parts = dict(zip((train_split, eval_split), held_out(keys, eval_fraction), strict=True))
         whole, of_whole = splits[train_split], digests[train_split]
@@ -195,9 +234,7 @@ def load_image_dataset(
     notes += label_notes(labels, train, evaluation)
     units = repeated = None
     if privacy_unit_column is not None:
-        ids = unit_ids(
-            splits, privacy_unit_column, pattern=privacy_unit_pattern, other_columns=no_ids
-        )
+        ids = ids_of(splits)
         units = group_rows(
             ids[train_split],
             ids.get(eval_split or ""),
@@ -208,8 +245,8 @@ def load_image_dataset(
             f"{units.num_rows} training images of {len(units)} privacy units ({units.name})"
         )
     else:
-        repeated = find_repeated_unit(train, other_columns=no_ids)
-        notes += repeated_unit_notes(repeated, train, evaluation)
+        repeated = find_repeated_unit(train, other_columns=no_ids, roots=roots)
+        notes += repeated_unit_notes(repeated, train, evaluation, roots)
     notes += _copies(digests[train_split], digests.get(eval_split or "", []), units)
     return ImageSplits(
         train=train,
@@ -221,6 +258,19 @@ def load_image_dataset(
         multi_label=labels.multi_label,
         units=units,
         repeated_unit=repeated,
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_window(value: object) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(map(_is_number, value))
+        and value[1] > 0
     )
 
 
@@ -236,7 +286,10 @@ def _choose(
     names = [train_split] if eval_split is None else [train_split, eval_split]
     for name in names:
         if name not in tables:
-            raise ValueError(f"split {name!r} is missing; choose from {', '.join(tables)}.")
+            raise ValueError(
+                f"split {name!r} is missing; choose from {', '.join(tables)} (tars and parquet "
+                "files with train, test or val in their names are taken for splits)."
+            )
         if len(tables[name]) == 0:
             raise ValueError(f"split {name!r} has no rows; choose from {', '.join(tables)}.")
     return {name: tables[name] for name in names}

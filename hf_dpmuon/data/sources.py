@@ -1,7 +1,7 @@
 """A name becomes tables: from the Hub, from folders and files, or built in.
 
 Receives what the user called the data set. Returns its splits as `datasets` tables in which images
-are not decoded yet, and notes on what was left out.
+are not decoded yet, notes on what was left out, and the folders that its paths begin with.
 
 Guarantees:
     * A data set that cannot be had is refused in one sentence that tells not found, no permission,
@@ -13,57 +13,101 @@ Guarantees:
 import errno
 import logging
 import mimetypes
+import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from hf_dpmuon.data.columns import column_values
-from hf_dpmuon.data.dicom import is_dicom_file
+from hf_dpmuon.data.columns import column_values, image_paths
+from hf_dpmuon.data.dicom import DICOM_SUFFIXES, is_dicom_file
+from hf_dpmuon.data.units import PERSONS
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["read_splits"]
+__all__ = ["Tables", "read_splits"]
 
 Splits = dict[str, "datasets.Dataset"]
 
-DICOM_SUFFIXES = (".dcm", ".dicom")
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+FILES_TRIED = 100  # of a column of text: whether it names files
+# What the folder of a split is called, as `datasets` has it.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+OF_A_PERSON = re.compile(rf"(?i)({'|'.join(PERSONS)})[-_ ]?[0-9]+")
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A data set as it was read.
+
+    Attributes:
+        splits: Its tables.
+        notes: What was left out, with counts.
+        roots: Folders that stored paths begin with. Their own names say nothing of an image.
+    """
+
+    splits: Splits
+    notes: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
 
 
 def read_splits(
-    name_or_path: str, *, config_name: str | None, revision: str | None
-) -> tuple[Splits, list[str]]:
-    """Return all splits of the data set and notes on how they were read.
+    name_or_path: str,
+    *,
+    config_name: str | None,
+    revision: str | None,
+    image_column: str | None = None,
+) -> Tables:
+    """Return all splits of the data set, and how they were read.
+
+    Args:
+        name_or_path: As for `load_image_dataset`.
+        config_name: Configuration of a Hub data set.
+        revision: Branch, tag or commit of a Hub data set.
+        image_column: Of a CSV file, the column of paths to read as images; by default the columns
+            whose files exist.
 
     Raises:
         ValueError: The data set cannot be found or read.
     """
+    if not name_or_path.strip():
+        raise ValueError(
+            f"data set {name_or_path!r} has no name; give a folder, a file, or a data set on the "
+            "Hub as owner/name."
+        )
     if name_or_path.startswith("builtin:"):
         if name_or_path != "builtin:digits":
             raise ValueError(
                 f"{name_or_path!r} is unknown; the built-in data set is builtin:digits."
             )
-        return _load_digits(), []
+        return Tables(_load_digits())
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        splits, notes = _read_folder(path.resolve())
+        read = _read_folder(path.resolve(), image_column)
     elif path.is_file():
-        splits, notes = _read_file(path.resolve()), []
+        read = _read_file(path.resolve(), image_column)
     elif name_or_path.startswith(("/", ".", "~")) or HUB_ID.fullmatch(name_or_path) is None:
         raise ValueError(
             f"data set {name_or_path!r} is no file or folder here; check its path, or name a data "
             "set on the Hub as owner/name."
         )
     else:
-        splits, notes = _load(name_or_path, name=config_name, revision=revision), []
-    return {name: _flatten_json(split) for name, split in splits.items()}, notes
+        read = Tables(_load(name_or_path, name=config_name, revision=revision))
+    splits = {name: _flatten_json(split) for name, split in read.splits.items()}
+    return Tables(splits, read.notes, read.roots)
 
 
 def _load(source: str, *, shown: str | None = None, **options: Any) -> Splits:
@@ -116,8 +160,27 @@ def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = F
         )
     if "corresponds to no data" in text:
         return f"data set {source!r} has a split without rows; remove it or fill it."
+    if any(isinstance(e, UnicodeDecodeError) for e in _chain(error)):
+        return f"data set {source!r} is not encoded in UTF-8; save it as CSV UTF-8."
     if is_local:
         return f"data set {source!r} cannot be read as images with labels ({said})."
+    if (
+        any(isinstance(e, errors.GatedRepoError) for e in _chain(error))
+        or "is a gated dataset" in text
+    ):
+        return (
+            f"data set {source!r} is gated: accept the terms on its page "
+            f"{datasets.config.HF_ENDPOINT}/datasets/{source}, then {LOG_IN}."
+        )
+    answers = [e.response for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)]
+    codes = [a.status_code for a in answers if a is not None and a.status_code in (401, 403)]
+    # A data set that is not found is a 401 too, to a client without a token.
+    not_found = isinstance(error, datasets.exceptions.DatasetNotFoundError)
+    if codes and not not_found:
+        return (
+            f"data set {source!r}: the Hub does not take the token of this computer, which is "
+            f"wrong, expired or may not read it (HTTP {codes[0]}); {LOG_IN} to one that may."
+        )
     if (
         isinstance(error, ConnectionError)
         or (isinstance(error, http_error) and not isinstance(error, errors.HfHubHTTPError))
@@ -127,12 +190,7 @@ def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = F
             f"data set {source!r} is no local path and the Hub cannot be reached, since there is "
             "no network or HF_HUB_OFFLINE is set; go online once, or name a local copy."
         )
-    if isinstance(error, errors.GatedRepoError) or "is a gated dataset" in text:
-        return (
-            f"data set {source!r} is gated: accept the terms on its page "
-            f"{datasets.config.HF_ENDPOINT}/datasets/{source}, then {LOG_IN}."
-        )
-    if isinstance(error, datasets.exceptions.DatasetNotFoundError) and "Revision" not in text:
+    if not_found and "Revision" not in text:
         return (
             f"data set {source!r} is no local path and was not found on the Hub; check its "
             f"spelling, and if it is private, {LOG_IN}."
@@ -145,42 +203,66 @@ def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = F
     return f"data set {source!r} cannot be loaded from the Hub ({said.rstrip('.')})."
 
 
-def _read_file(path: Path) -> Splits:
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """Return an error, what it was raised from, and so on."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _read_file(path: Path, image_column: str | None) -> Tables:
     if path.suffix == ".csv":
-        return {"train": _read_table(path)}
+        return _read_tables([("train", path)], image_column)
     builders = {".parquet": "parquet", ".tar": "webdataset"}
     if path.suffix not in builders:
         raise ValueError(
             f"data set {str(path)!r} cannot be read as images with labels; a single file must end "
             f"in .csv, {' or '.join(builders)}."
         )
-    return _load(builders[path.suffix], shown=str(path), data_files={"train": str(path)})
+    splits = _load(builders[path.suffix], shown=str(path), data_files={"train": str(path)})
+    return Tables(splits, roots=(str(path.parent),))
 
 
-def _read_folder(folder: Path) -> tuple[Splits, list[str]]:
+def _read_folder(folder: Path, image_column: str | None) -> Tables:
     """Read tables if there are any, else tars and parquet files, else images."""
     tables = sorted(file for file in folder.glob("*.csv") if file.name not in METADATA)
     if tables:
         only_one = len(tables) == 1
-        return {"train" if only_one else table.stem: _read_table(table) for table in tables}, []
+        return _read_tables(
+            [("train" if only_one else table.stem, table) for table in tables], image_column
+        )
     files = [
         file
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and not any(part[0] == "." for part in file.relative_to(folder).parts)
+        if file.is_file() and not _is_hidden(file.relative_to(folder))
     ]
+    if not files:
+        raise ValueError(
+            f"data set {str(folder)!r} is a folder without files; put images into folders of their "
+            "classes there, or a table, or name another."
+        )
+    roots = (str(folder),)
     images = {file for file in files if _is_image(file)}
     if not images and all(file.suffix == ".parquet" for file in files):
-        return _read_parquet(folder), []
+        return Tables(_read_parquet(folder), roots=roots)
     if not images or any(file.suffix == ".tar" for file in files):
-        return _load(str(folder), shown=str(folder)), []
+        return Tables(_load(str(folder), shown=str(folder)), roots=roots)
     metadata = [file for file in files if file.name in METADATA]
     if not metadata:
-        splits = _read_class_folders(folder, images)
+        read = Tables(_read_class_folders(folder, images), roots=roots)
+    elif all(file.suffix == ".csv" for file in metadata):
+        read = _read_metadata(folder, metadata, image_column)
     elif all(file.suffix.lower() in _pillow_suffixes() for file in images):
         splits = _load("imagefolder", shown=str(folder), data_dir=str(folder))
+        read = Tables(splits, roots=roots)
     else:
-        splits = _read_metadata(folder, metadata)
-    return splits, _ignored(files, splits)
+        raise ValueError(
+            f"data set {str(folder)!r} has DICOM files and metadata of another form than CSV; "
+            "write it as metadata.csv with a column file_name."
+        )
+    return Tables(read.splits, tuple(_ignored(files, read.splits)), (*read.roots, *roots))
 
 
 def _is_image(file: Path) -> bool:
@@ -195,33 +277,73 @@ def _pillow_suffixes() -> list[str]:
     return suffixes
 
 
-def _files_of_splits(folder: Path) -> list[tuple[str, list[Path]]]:
-    """Return the files of each split, as `datasets` tells them apart by their names."""
+def _read_parquet(folder: Path) -> Splits:
+    """Read each split, as `datasets` tells them apart by names of files, by itself.
+
+    Together they would all get the class names of the first.
+    """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
     found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    return [(str(split), sorted(map(Path, files))) for split, files in found.items()]
-
-
-def _read_parquet(folder: Path) -> Splits:
-    """Read each split by itself; together they would all get the class names of the first."""
     splits: Splits = {}
-    for split, files in _files_of_splits(folder):
-        paths = [str(file) for file in files]
-        splits |= _load("parquet", shown=str(folder), data_files={split: paths})
+    for split, files in found.items():
+        data_files = {str(split): sorted(map(str, files))}
+        splits |= _load("parquet", shown=str(folder), data_files=data_files)
     return splits
 
 
-def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
-    """Read images whose class is the name of their folder; splits are found as `datasets` does.
+def _files_of_splits(folder: Path, images: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return the images of each split: the folders right below are splits if they are called so.
 
-    Unlike its `imagefolder` this takes DICOM files, and a class of any split keeps its name.
+    `datasets` would take a class "stress-test", or an image "test_1.png", for the test split.
+    """
+    below = {image: image.relative_to(folder).parts for image in sorted(images)}
+    level = 0
+    while True:
+        tops = {parts[level] for parts in below.values() if len(parts) > level + 1}
+        holds_all = len(tops) == 1 and all(len(parts) > level + 2 for parts in below.values())
+        if not holds_all or tops.pop().lower() in SPLIT_NAMES:
+            break
+        level += 1
+    tops = {parts[level] for parts in below.values()}
+    named = {top for top in tops if top.lower() in SPLIT_NAMES}
+    with_classes = {parts[level] for parts in below.values() if len(parts) > level + 2}
+    files: dict[str, list[Path]] = defaultdict(list)
+    if named and (named == tops or named & with_classes):
+        for image, parts in below.items():
+            if parts[level] in named:
+                files[SPLIT_NAMES[parts[level].lower()]].append(image)
+        return files
+    above = {part for parts in below.values() for part in parts[level:-2]}
+    misnamed = [part for part in above if not SPLIT_NAMES.keys().isdisjoint(_words(part))]
+    if misnamed:
+        raise ValueError(
+            f"data set {str(folder)!r} has {len(misnamed)} folders above those of its classes with "
+            "train, test or val in their names; call folders of splits exactly train, validation "
+            "or test and put them right below the data set, or rename them."
+        )
+    return {"train": list(below)}
+
+
+def _is_hidden(file: Path) -> bool:
+    """Whether `datasets` passes over a file, and so over what archives have of other systems."""
+    folders = file.parent.parts
+    return file.name[0] == "." or any(folder.startswith((".", "__")) for folder in folders)
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-._ 0-9]+", name.lower())
+
+
+def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
+    """Read images whose class is the name of their folder.
+
+    Unlike the `imagefolder` of `datasets` this takes DICOM files, and a class of any split keeps
+    its name.
     """
     import datasets
 
-    found = _files_of_splits(folder)
-    files = {split: [file for file in of_split if file in images] for split, of_split in found}
-    files = {split: of_split for split, of_split in files.items() if of_split}
+    files = _files_of_splits(folder, images)
     all_files = [file for of_split in files.values() for file in of_split]
     if len({len(file.parts) for file in all_files}) > 1:
         raise ValueError(
@@ -229,6 +351,13 @@ def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
             "the folder of its class, or name the classes in a metadata.csv."
         )
     classes = sorted({file.parent.name for file in all_files})
+    persons = sum(OF_A_PERSON.fullmatch(name) is not None for name in classes)
+    if persons:
+        raise ValueError(
+            f"data set {str(folder)!r} has {persons} folders named for persons right above its "
+            "images, where classes are looked for, whose names a model publishes; name the classes "
+            "in a metadata.csv."
+        )
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
     )
@@ -244,44 +373,106 @@ def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
     }
 
 
-def _read_metadata(folder: Path, metadata: list[Path]) -> Splits:
-    """Read DICOM files, which `imagefolder` does not know, by the `metadata.csv` beside them."""
-    if any(file.suffix != ".csv" for file in metadata):
+def _read_metadata(folder: Path, metadata: list[Path], image_column: str | None) -> Tables:
+    """Read images by each `metadata.csv` beside them; one in the folder of a split is its table.
+
+    `imagefolder` would find splits in the names of images, and knows no DICOM file.
+    """
+    named = [(SPLIT_NAMES.get(file.parent.name.lower(), "train"), file) for file in metadata]
+    if len(named) > 1:
+        return _read_tables(named, image_column)
+    read = _read_tables([("train", metadata[0])], image_column)
+    table = read.splits["train"]
+    if "image" not in table.column_names:
+        return read
+    rows: dict[str, list[int]] = defaultdict(list)
+    for row, path in enumerate(image_paths(table, "image")):
+        first = Path(os.path.relpath(path or folder, folder)).parts[0]
+        rows[SPLIT_NAMES.get(first.lower(), "")].append(row)
+    if "" in rows:
+        return read
+    return Tables({name: table.select(of_split) for name, of_split in rows.items()}, (), read.roots)
+
+
+def _read_tables(tables: list[tuple[str, Path]], image_column: str | None) -> Tables:
+    """Read the tables of each split, one after the other."""
+    import datasets
+
+    parts: dict[str, list[datasets.Dataset]] = defaultdict(list)
+    roots: set[str] = set()
+    for name, file in tables:
+        table, root = _read_table(file, image_column)
+        parts[name].append(table)
+        roots.add(str(root))
+    try:
+        splits = {name: datasets.concatenate_datasets(part) for name, part in parts.items()}
+    except (TypeError, ValueError):  # its text may quote what a column holds
         raise ValueError(
-            f"data set {str(folder)!r} has DICOM files and metadata of another form than CSV; "
-            "write it as metadata.csv with a column file_name."
-        )
-    only_one = len(metadata) == 1
-    return {"train" if only_one else file.parent.name: _read_table(file) for file in metadata}
+            f"data set {str(tables[0][1].parent)!r} has tables of one split with other columns or "
+            "types; give them all the same."
+        ) from None
+    return Tables(splits, (), tuple(sorted(roots)))
 
 
-def _read_table(table: Path) -> "datasets.Dataset":
+def _read_table(table: Path, image_column: str | None) -> tuple["datasets.Dataset", Path]:
     """Read a table in which one column holds the paths of images.
 
-    They are relative to the table, or to the folder above it, as in CheXpert.
+    They are relative to the table, or to the folder above it, as in CheXpert. Only columns whose
+    files exist become images, or the one that is named: other paths stay text, and may hold ids.
+
+    Returns:
+        The table, and the folder that its paths are relative to.
     """
     import datasets
 
     split = _load("csv", shown=str(table), data_files=str(table))["train"]
-    for column, feature in split.features.items():
-        if not (isinstance(feature, datasets.Value) and feature.dtype.endswith("string")):
-            continue
-        paths = column_values(split, column)
-        first = next((path for path in paths if path), "")
-        folders = (table.parent, table.parent.parent)
-        folder = next((f for f in folders if (f / first).is_file()), table.parent)
-        if first and _names_image(folder / first):
-            name = "image" if column == "file_name" else column
-            stored = [path and str(folder / path) for path in paths]
-            split = split.remove_columns(column).add_column(name, stored)
-            split = split.cast_column(name, datasets.Image())
-    return split
+    if len(split.column_names) == 1 and any(sep in split.column_names[0] for sep in ";\t|"):
+        raise ValueError(
+            f"data set {str(table)!r} has one column only, with semicolons, tabs or bars in its "
+            "name; separate the columns of a CSV file by commas."
+        )
+    columns = [
+        column
+        for column, feature in split.features.items()
+        if isinstance(feature, datasets.Value) and feature.dtype.endswith("string")
+    ]
+    values = {column: column_values(split, column) for column in columns}
+    folders = {
+        column: next(filter(None, (_folder_of(path, table) for path in _first(texts))), None)
+        for column, texts in values.items()
+    }
+    if image_column == "image" and "image" not in columns:
+        image_column = "file_name"  # which is called so below
+    chosen = [column for column in columns if folders[column] is not None]
+    if image_column in columns or "file_name" in chosen:
+        chosen = [image_column if image_column in columns else "file_name"]
+    elif not chosen:  # files that are missing are said to be, where their names say what they are
+        chosen = [c for c in columns if any(map(_has_image_suffix, _first(values[c])))]
+    root = table.parent
+    for column in chosen:
+        root = folders[column] or table.parent
+        name = "image" if column == "file_name" and "image" not in columns else column
+        stored = [path and str(root / path) for path in values[column]]
+        split = split.remove_columns(column).add_column(name, stored)
+        split = split.cast_column(name, datasets.Image())
+    return split, root
 
 
-def _names_image(file: Path) -> bool:
-    if file.is_file():
-        return _is_image(file)
-    return file.suffix.lower() in (*_pillow_suffixes(), *DICOM_SUFFIXES)
+def _first(paths: list[str | None]) -> list[str]:
+    return list(islice(filter(None, paths), FILES_TRIED))
+
+
+def _folder_of(path: str, table: Path) -> Path | None:
+    """Return the folder in which a path of a table is the file of an image."""
+    for folder in (table.parent, table.parent.parent):
+        # unlike Path.is_file, this takes any text
+        if os.path.isfile(os.path.join(folder, path)) and _is_image(folder / path):
+            return folder
+    return None
+
+
+def _has_image_suffix(path: str) -> bool:
+    return Path(path).suffix.lower() in (*_pillow_suffixes(), *DICOM_SUFFIXES)
 
 
 def _ignored(files: list[Path], splits: Splits) -> list[str]:
