@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import os
 import re
 import sys
@@ -131,7 +132,10 @@ class DataArguments:
     )
     privacy_unit_column: str | None = field(
         default=None,
-        metadata={"help": "Column of ids (patient, lesion): an id's images are protected as one."},
+        metadata={
+            "help": "Column of ids (patient, lesion), or with a pattern the column of images: all "
+            "images of an id are protected as one."
+        },
     )
     privacy_unit_pattern: str | None = field(
         default=None,
@@ -189,7 +193,9 @@ class DataArguments:
         if self.max_examples_per_unit < 1:
             raise ValueError(f"max_examples_per_unit={self.max_examples_per_unit} must be >= 1.")
         if self.dicom_window is not None and not (
-            len(self.dicom_window) == 2 and self.dicom_window[1] > 0
+            len(self.dicom_window) == 2
+            and all(map(math.isfinite, self.dicom_window))
+            and self.dicom_window[1] > 0
         ):
             raise ValueError(
                 f"dicom_window={self.dicom_window} must be two numbers, a center and a width > 0."
