@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# Files of tests that run at a time, each on one thread.
+WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install finetune test test-slow lint format types check clean
@@ -20,7 +22,7 @@ finetune: install  ## Fine-tune a small ViT privately on handwritten digits, off
 	HF_HUB_OFFLINE=1 $(BIN)/accelerate launch scripts/finetune_vit.py --config configs/quickstart.yaml
 
 test: install  ## Run the tests, offline, on the CPU.
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-slow: install  ## Run the tests that take minutes.
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow
