@@ -401,10 +401,13 @@ class DPTrainer(Trainer):
         held = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if sorted(held) != sorted(names):
             missing = [name for key, name in names.items() if key not in held]
+            frozen = [n for n, p in self.model.named_parameters() if id(p) in {*held} - {*names}]
+            others = len(held) - len(names) + len(missing) - len(frozen)
             raise ValueError(
                 "the optimizer must hold each trainable parameter of the model exactly once; "
-                f"missing: {', '.join(missing) or 'none'}; not of this model or repeated: "
-                f"{len(held) - len(names) + len(missing)}. Build it after the model is final."
+                f"missing: {', '.join(missing) or 'none'}; not trainable: "
+                f"{', '.join(frozen) or 'none'}; not of this model or repeated: {others}. Build it "
+                "after the model is final."
             )
 
     def _wrap_model(
