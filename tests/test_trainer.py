@@ -898,7 +898,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trainer.run, "save", full)
-    with pytest.raises(ValueError, match="checkpoint-2 could not be written .*No space"):
+    with pytest.raises(ValueError, match=r"checkpoint-2 could not be written .*No space"):
         trainer.train()
     assert not list(tmp_path.glob("*checkpoint*"))
     again = trainer_of(tmp_path / "b", save_strategy="steps", save_steps=2, save_total_limit=1)
@@ -1204,7 +1204,7 @@ def test_freezing_in_mid_run_is_refused(tmp_path):
                 self.model.vit.embeddings.cls_token.requires_grad_(False)
             return super().training_step(*args, **kwargs)
 
-    with pytest.raises(ValueError, match="not trainable: vit.embeddings.cls_token"):
+    with pytest.raises(ValueError, match=r"not trainable: vit\.embeddings\.cls_token"):
         trainer_of(tmp_path, kind=Freezing).train()
 
 
