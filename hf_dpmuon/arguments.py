@@ -796,10 +796,17 @@ def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
 
 def _as_words(key: str, value: Any) -> list[str]:
     """A value of the file as it would stand on the command line; none for an empty one."""
-    if value is None:
+    if value is None or value == []:
         return []
     if isinstance(value, list):
+        if any(item is None or isinstance(item, bool) for item in value):
+            raise ValueError(
+                f"{key}={value!r} holds what YAML takes for {value!r}; put quotes around names "
+                "such as no, yes, on, off and null."
+            )
         return [f"--{key}", *map(str, value)]
+    if value is False and key.endswith("_strategy"):  # YAML takes a bare no for false
+        value = "no"
     return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 

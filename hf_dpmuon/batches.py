@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
@@ -39,7 +40,9 @@ def seeded_globals(seed: int, *, devices: Sequence[int] = ()) -> Iterator[None]:
     words = [seed >> 32, seed & 0xFFFFFFFF]
     python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what others draw from
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
         np.random.seed(words)  # noqa: NPY002
         random.seed(seed)
         try:
@@ -61,8 +64,9 @@ class SeededRows(Dataset[_SeededRow]):
     """A map-style data set, indexed by (row, secret seed).
 
     Args:
-        dataset: `ImageExamples`, which takes its augmentation from the seed by itself, or any
-            other data set, whose random augmentation is seeded from outside.
+        dataset: `ImageExamples`, or subsets and concatenations of them, which take their
+            augmentation from the seed by themselves; or any other data set, whose random
+            augmentation is seeded from outside.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -72,15 +76,29 @@ class SeededRows(Dataset[_SeededRow]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, key: tuple[int, int]) -> _SeededRow:
-        row, seed = key
-        if isinstance(self.dataset, ImageExamples):
-            return _SeededRow(self.dataset[key], seed)
+        index, seed = key
+        dataset, row = _located(self.dataset, index)
+        if isinstance(dataset, ImageExamples):
+            return _SeededRow(dataset[row, seed], seed)
         with seeded_globals(seed):
-            return _SeededRow(self.dataset[row], seed)
+            return _SeededRow(self.dataset[index], seed)
+
+
+def _located(dataset: Dataset[Any], row: int) -> tuple[Dataset[Any], int]:
+    """The data set that torch's own subsets and concatenations take a row from, and which it is."""
+    if type(dataset) is Subset:
+        return _located(dataset.dataset, int(dataset.indices[row]))
+    if type(dataset) is ConcatDataset:
+        part = bisect_right(dataset.cumulative_sizes, row)
+        before = dataset.cumulative_sizes[part - 1] if part else 0
+        return _located(dataset.datasets[part], row - before)
+    return dataset, row
 
 
 class RowWise:
     """A collator that sees one row at a time, so that none can mix rows (MixUp, CutMix, padding).
+
+    Only what is a tensor of rows in its batches is kept.
 
     Args:
         collator: Makes a batch of a list of rows; here always of one row.
@@ -102,7 +120,8 @@ class RowWise:
         if isinstance(row, _SeededRow):
             with seeded_globals(row.seed ^ 1):  # not what the data set drew
                 return self._alone(row.row)
-        batch = self.collator([row])
+        made = self.collator([row])
+        batch = {name: t for name, t in made.items() if isinstance(t, Tensor) and t.dim() > 0}
         counts = {name: len(t) for name, t in batch.items() if len(t) != 1}
         if counts:
             raise ValueError(

@@ -338,6 +338,7 @@ def _plot_plans(plans: Sequence[Plan], options: argparse.Namespace) -> None:
 
 def _inspect(options: argparse.Namespace) -> str:
     report, ledger, hashed = _load(options.path)
+    _check_card(report, options.path if options.path.is_dir() else options.path.parent)
     runs = [] if ledger is None else list(zip(ledger.runs, ledger.draws_per_run, strict=True))
     ahead = None if ledger is None else _draws_ahead(ledger)
     if options.json:
@@ -434,6 +435,24 @@ def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None, bool]:
     if weights:
         verify_weights(report, weights, report_path.parent)
     return report, ledger, bool(weights)
+
+
+def _check_card(report: PrivacyReport, folder: Path) -> None:
+    """Refuse a folder whose card states something else than its report.
+
+    Raises:
+        ValueError: It does.
+    """
+    from hf_dpmuon.model_card import CARD_FILE, REPORT_FILE, card_states
+
+    card = folder / CARD_FILE
+    if not (card.is_file() and (folder / REPORT_FILE).is_file()):
+        return
+    if not card_states(report, card.read_text(encoding="utf-8")):
+        raise ValueError(
+            f"{card} does not state what the report beside it does; write it again with "
+            f"`hf-dpmuon card {folder} --output {card}`."
+        )
 
 
 def _draws_ahead(ledger: PrivacyLedger) -> int | None:

@@ -563,9 +563,9 @@ def _privacy_statement(report: PrivacyReport) -> list[str]:
     paragraphs = [
         f"**{level} differential privacy.** This model {holds} "
         f"({round_up(report.epsilon)}, {round_up(report.delta)}){STATED}{unit} of "
-        f"the training data: {almost}nothing that anyone concludes from the model about a {unit}, "
-        f"knowing everything else, becomes more than exp(epsilon){factor} times as probable by its "
-        "use, up to a probability delta.",
+        f"the training data: {almost}nothing that anyone concludes from the model about one "
+        f"{unit}, knowing everything else, becomes more than exp(epsilon){factor} times as "
+        "probable by its use, up to a probability delta.",
         "As a bound on membership inference: an attacker who allows "
         f"{report.membership_fpr * 100:g} % false alarms finds at most "
         f"{percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "

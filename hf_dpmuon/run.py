@@ -38,6 +38,7 @@ __all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "privacy_state.json"
+STATE_KEYS = {"num_units", "settings", "noise_key", "partition", "sampling", "replays"}
 OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
 
@@ -319,6 +320,12 @@ class PrivateRun:
                     "start again from the pretrained model."
                 )
         state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        absent = sorted(STATE_KEYS - state.keys())
+        if absent:
+            raise ValueError(
+                f"{checkpoint / STATE_FILE} lacks {', '.join(absent)}: it is damaged, or of an "
+                "earlier version; start again from the pretrained model."
+            )
         if state["num_units"] != self.plan.num_units:
             raise ValueError(
                 f"checkpoint {checkpoint} was trained on {state['num_units']} privacy units and "

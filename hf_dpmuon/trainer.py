@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from transformers import (
     EarlyStoppingCallback,
     EvalPrediction,
@@ -684,6 +684,7 @@ class DPTrainer(Trainer):
 
         verify_per_sample_gradients(engine, summed_loss)
 
+        # On more rows a loss may still do what it does not do here; the README says so.
         count = min(self.args.per_device_train_batch_size, MOST_ROWS_TRIED)
         batch = self._prepare_inputs(self.data_collator(self._noise_rows([0] * count)))
 
@@ -918,8 +919,13 @@ class DPTrainer(Trainer):
                 report = model_card.privacy_report(self.ledger, weights=weights)
                 write_json(staging / model_card.REPORT_FILE, report.to_dict())
                 self._write_card(report, staging)
+            stale = {*folder.glob("model-?????-of-?????.safetensors")}
+            stale |= {folder / SAFE_WEIGHTS_NAME, folder / f"{SAFE_WEIGHTS_NAME}.index.json"}
             for path in staging.iterdir():
                 os.replace(path, folder / path.name)
+                stale.discard(folder / path.name)
+            for path in stale:  # weights of a model that was saved here before, in other shards
+                path.unlink(missing_ok=True)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that the ledger supports into ``output_dir``."""
@@ -1172,6 +1178,10 @@ def _public_name(name: str | None) -> str | None:
 
 def _share_rows(dataset: Any, train_dataset: Any) -> bool:
     """Whether a data set holds training rows, perhaps otherwise prepared."""
+    if isinstance(dataset, ConcatDataset):
+        return any(_share_rows(part, train_dataset) for part in dataset.datasets)
+    if isinstance(train_dataset, ConcatDataset):
+        return any(_share_rows(dataset, part) for part in train_dataset.datasets)
     (root, rows), (train_root, train_rows) = _root(dataset), _root(train_dataset)
     if isinstance(root, ImageExamples) and isinstance(train_root, ImageExamples):
         same = root.fingerprint == train_root.fingerprint
@@ -1184,8 +1194,8 @@ def _root(dataset: Any) -> tuple[Any, set[int] | None]:
     """The data set that a subset is of, and which rows of it; None for all."""
     rows: list[int] | None = None
     while isinstance(dataset, Subset):
-        indices = dataset.indices
-        rows = [int(i) for i in indices] if rows is None else [int(indices[i]) for i in rows]
+        indices = [int(i) % len(dataset.dataset) for i in dataset.indices]  # type: ignore[arg-type]
+        rows = indices if rows is None else [indices[i] for i in rows]
         dataset = dataset.dataset
     return dataset, None if rows is None else set(rows)
 

@@ -265,7 +265,8 @@ def test_values_of_the_file_are_read_as_on_the_command_line(tmp_path):
     _, data, args = parsed(
         tmp_path,
         "class_weights: balanced\nlabel_columns: Edema\ndicom_window: [-600, 1500]\n"
-        "random_flip: false\nmax_steps: 7\nlr_scheduler_kwargs: {num_cycles: 2}\n"
+        "random_flip: false\nsave_strategy: no\nmax_steps: 7\n"
+        "lr_scheduler_kwargs: {num_cycles: 2}\n"
         "learning_rate: 1e-3\ntarget_delta: null",
     )
     assert data.class_weights == ["balanced"]
@@ -286,6 +287,8 @@ def test_values_of_the_file_are_read_as_on_the_command_line(tmp_path):
         "logical_batch_size: true",
         "max_examples_per_unit: 2.5",
         "seed: 1.5",
+        "label_columns: [a, null]",
+        "label_columns: [yes, no]",
         "max_steps: {a: b}",
     ],
 )

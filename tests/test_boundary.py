@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from conftest import NUM_CLASSES, tiny_vit
 from test_trainer import Images, arguments, fails_to_train, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_dpmuon.arguments import parse_arguments
@@ -48,7 +49,18 @@ COUPLED_ANSWERS = {
         o, y.nan_to_num(), pos_weight=((y == 0).sum(0) + 1) / ((y == 1).sum(0) + 1)
     ),
 }
+
+
+def with_margin(logits: Tensor, labels: Tensor) -> Tensor:
+    logits[torch.arange(len(labels)), labels] -= 0.35
+    return F.cross_entropy(logits.div_(0.5), labels)
+
+
 SEPARATE = {
+    "changes in place": with_margin,
+    "probabilities": lambda o, y: F.binary_cross_entropy(
+        o.softmax(-1), F.one_hot(y, NUM_CLASSES).float()
+    ),
     "mean": F.cross_entropy,
     "weighted rows": lambda o, y: (cross_entropies(o, y) * WEIGHTS[y]).mean(),
     "focal": lambda o, y: (
@@ -93,6 +105,19 @@ def test_losses_of_each_row_alone_pass(tmp_path, name):
     trainer_of(
         tmp_path, kind=with_loss(SEPARATE[name]), max_steps=1, per_device_train_batch_size=32
     ).train()
+
+
+def test_a_loss_that_takes_no_missing_labels_is_not_asked_about_them(tmp_path):
+    class Whole(Answers):
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            example = super().__getitem__(row)
+            return {**example, "labels": example["labels"].nan_to_num()}
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        assert not labels.isnan().any()
+        return F.binary_cross_entropy_with_logits(logits, labels)
+
+    trainer_of(tmp_path, kind=with_loss(loss), train_dataset=Whole(), max_steps=1).train()
 
 
 def test_a_row_to_be_ignored_stops_the_run(tmp_path):
@@ -170,12 +195,14 @@ def test_a_parameter_added_to_the_optimizer_in_mid_run_stops_it(tmp_path):
 # ---- training data is not evaluated in public ----
 
 
-@pytest.mark.parametrize("how", ["itself", "subset", "dict"])
+@pytest.mark.parametrize("how", ["itself", "subset", "from the end", "concatenation", "dict"])
 def test_training_rows_are_no_evaluation_split(tmp_path, how):
     train: Dataset[Any] = Images()
     evaluation: Any = {
         "itself": train,
         "subset": Subset(train, [1, 2]),
+        "from the end": Subset(train, [-1]),
+        "concatenation": ConcatDataset([Images(8, seed=3), Subset(train, [4])]),
         "dict": {"other": Images(8, seed=3), "train": train},
     }[how]
     with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset"):
@@ -183,7 +210,7 @@ def test_training_rows_are_no_evaluation_split(tmp_path, how):
 
 
 def test_disjoint_subsets_of_one_data_set_are_two_splits(tmp_path):
-    whole = Images()
+    whole = Images(40)
     parts = Subset(whole, range(30)), Subset(whole, range(30, 40))
     DPTrainer(tiny_vit(), arguments(tmp_path), train_dataset=parts[0], eval_dataset=parts[1])
     overlapping = Subset(whole, range(29, 40))
@@ -299,3 +326,23 @@ def test_a_name_that_is_a_local_folder_is_not_public(tmp_path, monkeypatch):
     (Path(tmp_path) / "hospital" / "scans").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert _public_name("hospital/scans") is None
+
+
+@pytest.mark.parametrize("absent", ["partition", "replays", "noise_key"])
+def test_a_state_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, absent):
+    trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    path = tmp_path / "checkpoint-1" / "privacy_state.json"
+    state = json.loads(path.read_text())
+    del state[absent]
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=f"lacks {absent}"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_saved_model_leaves_no_shard_of_the_one_before(tmp_path):
+    trainer = trainer_of(tmp_path, max_steps=1)
+    trainer.train()
+    trainer.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    trainer.save_model()
+    assert [path.name for path in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]

@@ -353,6 +353,7 @@ def test_a_report_without_its_ledger_is_only_stated(folder, capsys):
     assert text("inspect", folder, capsys=capsys).startswith("Not verifiable")
     path = folder / "privacy_report.json"
     stated = json.loads(path.read_text())
+    (folder / "README.md").unlink()
     path.write_text(json.dumps(stated | {"clipping": "\x1b[2Jflat\nepsilon 0"}))
     output = text("inspect", folder, capsys=capsys)
     assert "\x1b" not in output
@@ -560,3 +561,16 @@ def test_strange_metadata_is_left_out(folder, capsys, metadata):
     (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
     card = text("card", folder, capsys=capsys)
     assert "a local model, fine-tuned on a local data set" in card
+
+
+def test_inspect_refuses_a_card_that_states_something_else(folder, capsys):
+    card = folder / "README.md"
+    report = privacy_report(PrivacyLedger.load(folder / LEDGER_FILE))
+    card.write_text(
+        build_model_card(
+            report, base_model=None, dataset=None, label_names=(), recipe={}, metrics={}
+        )
+    )
+    text("inspect", folder, capsys=capsys)
+    card.write_text(card.read_text().replace(f"({report.epsilon:.3g}"[:3], "(0.01"))
+    assert "does not state what the report" in refusal("inspect", folder, capsys=capsys)

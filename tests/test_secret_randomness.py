@@ -15,10 +15,12 @@ import pytest
 import torch
 from conftest import tiny_vit
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments
 from hf_dpmuon.batches import RowWise, SeededRows, seeded_globals
+from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
+from hf_dpmuon.models import load_model
 
 
 class Augmented(Dataset[dict[str, Tensor]]):
@@ -138,3 +140,38 @@ def test_a_collator_that_makes_several_rows_of_one_is_refused(tmp_path):
     with pytest.raises(ValueError, match="data_collator makes 2 rows of one"):
         trainer.train()
     assert not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "subset", "concatenation"])
+def test_our_examples_are_augmented_by_their_seed_however_they_are_wrapped(wrapped):
+    splits = load_image_dataset("builtin:digits")
+    image_format = load_model("builtin:tiny-vit", label_names=splits.label_names).image_format
+    examples = ImageExamples(
+        splits.train.select(range(4)),
+        image_column=splits.image_column,
+        label_column=splits.label_column,
+        transform=build_transforms(image_format, train=True),
+    )
+    dataset: Dataset[Any] = {
+        "plain": examples,
+        "subset": Subset(Subset(examples, [0, 3, 2]), [1, 1]),
+        "concatenation": ConcatDataset([Subset(examples, [0, 1]), examples]),
+    }[wrapped]
+    row = {"plain": 3, "subset": 1, "concatenation": 5}[wrapped]
+    rows = SeededRows(dataset)
+    for seed in range(5):
+        drawn = rows[row, seed].row["pixel_values"]
+        assert torch.equal(drawn, examples[3, seed]["pixel_values"])
+    assert len({rows[row, seed].row["pixel_values"].numpy().tobytes() for seed in range(20)}) > 3
+
+
+def test_what_is_no_tensor_of_rows_stays_behind():
+    collate = RowWise(
+        lambda batch: {
+            "pixel_values": torch.stack([row["pixel_values"] for row in batch]),
+            "names": ["a"] * len(batch),
+            "scale": torch.tensor(2.0),
+        }
+    )
+    batch = collate([{"pixel_values": torch.zeros(3)} for _ in range(2)])
+    assert set(batch) == {"pixel_values"}
