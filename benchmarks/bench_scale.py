@@ -33,7 +33,8 @@ from torch.utils.data import Dataset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments, PoissonSampler, load_model
 from hf_dpmuon.mechanism import GaussianMechanism
-from hf_dpmuon.sampling import LogicalBatch, secret_generator
+from hf_dpmuon.randomness import secret_generator
+from hf_dpmuon.sampling import LogicalBatch
 
 PARTS = ("sampling and loading", "forward and backward", "clipping", "reduction and noise", "rest")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
-    from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler, PrivacyUnits
+    from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
     from hf_dpmuon.spectral import (
         newton_schulz,
         polar_factor,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         spectral_map,
     )
     from hf_dpmuon.trainer import DPTrainer
+    from hf_dpmuon.units import PrivacyUnits
 
 _ROOMS = {
     "accounting": (
@@ -76,7 +77,8 @@ _ROOMS = {
     "model_card": ("build_model_card", "plot_epsilon", "privacy_report", "read_report"),
     "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
     "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD", "KnownNoise", "create_optimizer"),
-    "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler", "PrivacyUnits"),
+    "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
+    "units": ("PrivacyUnits",),
     "spectral": ("newton_schulz", "polar_factor", "shrink_singular_values", "spectral_map"),
     "trainer": ("DPTrainer",),
 }

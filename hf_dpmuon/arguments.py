@@ -20,9 +20,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 import yaml
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
@@ -31,7 +32,13 @@ from transformers.training_args import OptimizerNames
 from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
-from hf_dpmuon.optim import ADJUST_LR, DP_OPTIMIZERS, check_method
+from hf_dpmuon.optim import (
+    ADJUST_LR,
+    DP_OPTIMIZERS,
+    KnownNoise,
+    check_method,
+    create_optimizer,
+)
 from hf_dpmuon.spectral import COEFFICIENTS
 
 __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
@@ -48,6 +55,23 @@ ALTERNATIVES = (
     ("label_column", "label_columns"),
 )
 DP_FILTERS = ("none", "doppler", "disk")
+FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
+OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
+# What a method's optimizer is made of, beside its learning rates.
+METHOD_SETTINGS = (
+    "dp_optimizer",
+    "orthogonalize_head",
+    "orthogonalize_patch_embedding",
+    "spectral_map",
+    "ns_coefficients",
+    "ns_steps",
+    "ns_bf16",
+    "adjust_lr",
+    "muon_momentum",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 
 
 @dataclass
@@ -473,21 +497,7 @@ class DPTrainingArguments(TrainingArguments):
         ):
             if value not in legal:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, legal))}.")
-        check_method(
-            dp_optimizer=self.dp_optimizer,
-            spectral_map=self.spectral_map,
-            correct_for_noise=self.correct_for_noise,
-            orthogonalize_head=self.orthogonalize_head,
-            orthogonalize_patch_embedding=self.orthogonalize_patch_embedding,
-            ns_steps=self.ns_steps,
-            ns_coefficients=self.ns_coefficients,
-            ns_bf16=self.ns_bf16,
-            adjust_lr=self.adjust_lr,
-            muon_momentum=self.muon_momentum,
-            adam_beta1=self.adam_beta1,
-            adam_beta2=self.adam_beta2,
-            adam_epsilon=self.adam_epsilon,
-        )
+        check_method(correct_for_noise=self.correct_for_noise, **self._method())
         for name, default, owner in (
             ("doppler_coefficients", "ema_0.9", "doppler"),
             ("disk_kappa", 0.7, "disk"),
@@ -523,6 +533,40 @@ class DPTrainingArguments(TrainingArguments):
                 "grad_sample_mode='ghost' cannot combine; leave disk_gamma unset, or use "
                 "'bookkeeping'."
             )
+
+    def _method(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in METHOD_SETTINGS}
+
+    def build_optimizer(self, model: nn.Module, noise: KnownNoise) -> torch.optim.Optimizer:
+        """Build the optimizer of ``dp_optimizer`` for a model's trainable parameters.
+
+        Raises:
+            ValueError: If there is no matrix to orthogonalise.
+        """
+        assert self.learning_rate is not None
+        assert self.sgd_momentum is not None
+        return create_optimizer(
+            model,
+            learning_rate=self.learning_rate,
+            vector_learning_rate=self.vector_learning_rate,
+            weight_decay=self.weight_decay,
+            sgd_momentum=self.sgd_momentum,
+            noise=noise,
+            correct_for_noise=self.correct_for_noise,
+            **self._method(),
+        )
+
+    def recipe(self) -> dict[str, Any]:
+        """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
+        return {
+            "method": f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}",
+            "learning rate": self.learning_rate,
+            "learning rate of the rest": self.vector_learning_rate,
+            "schedule": SchedulerType(self.lr_scheduler_type).value,
+            "warm-up": f"{self.warmup_steps:g}",
+            "expected batch size": self.logical_batch_size,
+            "augmentations of an image in a step": self.augmentation_multiplicity,
+        }
 
     def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
         """Build the filter of ``dp_filter`` for these trainable parameters.

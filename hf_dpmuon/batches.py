@@ -11,45 +11,20 @@ Guarantees:
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from hf_dpmuon.data import ImageExamples
+from hf_dpmuon.randomness import seeded_globals
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 
-__all__ = ["LogicalBatches", "RowWise", "SeededRows", "seeded_globals"]
-
-
-@contextmanager
-def seeded_globals(seed: int, *, devices: Sequence[int] = ()) -> Iterator[None]:
-    """Seed the global generators for a while, and put them back.
-
-    Args:
-        seed: In [0, 2^63). On a CPU ``torch`` keeps 32 bits of it.
-        devices: Indices of CUDA devices whose generators are seeded, too.
-    """
-    words = [seed >> 32, seed & 0xFFFFFFFF]
-    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what others draw from
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
-        np.random.seed(words)  # noqa: NPY002
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)  # noqa: NPY002
+__all__ = ["LogicalBatches", "RowWise", "SeededRows"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +118,15 @@ class LogicalBatches(Dataset[LogicalBatch]):
         self.loader = loader
         self._batches: Iterator[LogicalBatch] = iter(())
 
+    def as_loader(self) -> DataLoader[Any]:
+        """What the base class iterates over, one logical batch at a time."""
+        return DataLoader(
+            self,
+            batch_size=1,
+            collate_fn=_only,
+            generator=torch.Generator(),  # else each epoch takes a seed from the global generator
+        )
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -152,3 +136,8 @@ class LogicalBatches(Dataset[LogicalBatch]):
         except StopIteration:
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def _only(items: list[LogicalBatch]) -> LogicalBatch:
+    (item,) = items
+    return item

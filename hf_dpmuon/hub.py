@@ -23,6 +23,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +56,7 @@ from hf_dpmuon.networks import ResidualNetwork
 __all__ = [
     "PUSHED_FILES",
     "PublicRepositoryError",
+    "Repository",
     "find_local_path",
     "prepare_repository",
     "push_folder",
@@ -107,6 +109,40 @@ T = TypeVar("T")
 
 class PublicRepositoryError(ValueError):
     """The repository is public, and nobody said that it may be."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Where a run pushes to, and under which conditions.
+
+    Attributes:
+        name: As in ``prepare_repository``.
+        private: Whether it must be.
+        token: Of the Hub.
+        revision: Branch.
+    """
+
+    name: str
+    private: bool
+    token: str | None
+    revision: str | None
+
+    def prepare(self) -> str:
+        """See ``prepare_repository``."""
+        return prepare_repository(
+            self.name, private=self.private, token=self.token, revision=self.revision
+        )
+
+    def push(self, folder: str | Path, message: str) -> CommitInfo:
+        """See ``push_folder``."""
+        return push_folder(
+            folder,
+            self.name,
+            private=self.private,
+            token=self.token,
+            revision=self.revision,
+            message=message,
+        )
 
 
 def prepare_repository(

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor, distributed
 
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.sampling import keyed_generator
+from hf_dpmuon.randomness import keyed_generator
 
 __all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
 

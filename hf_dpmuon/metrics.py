@@ -14,7 +14,9 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import EvalPrediction
 
 __all__ = [
+    "EvaluationRecord",
     "build_metrics",
     "can_plot",
     "classification_metrics",
@@ -68,6 +71,55 @@ def build_metrics(
         return classification_metrics(logits, labels)
 
     return compute_metrics
+
+
+@dataclass
+class EvaluationRecord:
+    """What the last evaluation of the declared split said, for the card and the picture.
+
+    Attributes:
+        compute: The metrics of a prediction.
+        metrics: Of the declared split, by name.
+        prediction: The one that they are of.
+    """
+
+    compute: Callable[[EvalPrediction], dict[str, float]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    prediction: EvalPrediction | None = None
+
+    def __call__(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Compute metrics as the base class asks for them, and note the prediction."""
+        self.prediction = prediction
+        return self.compute(prediction)
+
+    @contextmanager
+    def recording(self, declared: bool) -> Iterator[None]:
+        """What is evaluated inside is recorded, if it is of the declared split."""
+        before = self.metrics, self.prediction
+        yield
+        if not declared:
+            self.metrics, self.prediction = before
+
+    def note(self, metrics: Mapping[str, Any]) -> None:
+        """Keep the metrics of an evaluation, without times."""
+        self.metrics = {
+            name.removeprefix("eval_"): float(value)
+            for name, value in metrics.items()
+            if name.startswith("eval_")
+            and not name.endswith(("runtime", "_per_second", "_time"))
+            and isinstance(value, (int, float))
+        }
+
+    def plot(self, path: Path, *, label_names: Sequence[str]) -> bool:
+        """See ``plot_confusion``; False before an evaluation."""
+        last = self.prediction
+        return last is not None and plot_confusion(
+            last.predictions, last.label_ids, label_names=label_names, path=path
+        )
+
+    def forget(self) -> None:
+        """What was recorded is of another model."""
+        self.metrics, self.prediction = {}, None
 
 
 def classification_metrics(logits: ArrayLike, labels: ArrayLike) -> dict[str, float]:

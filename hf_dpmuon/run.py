@@ -26,12 +26,13 @@ from typing import Any, TypeVar
 from accelerate.utils import broadcast_object_list
 
 from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
-from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.arguments import METHOD_SETTINGS, DPTrainingArguments
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
 from hf_dpmuon.mechanism import NoiseEvent
-from hf_dpmuon.sampling import generator_state, restore_generator, secret_generator
+from hf_dpmuon.randomness import generator_state, restore_generator, secret_generator
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS
+from hf_dpmuon.units import PrivacyUnits
 
 __all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
 
@@ -43,22 +44,11 @@ OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
 
 FIXED_SETTINGS = (
-    "dp_optimizer",
+    *METHOD_SETTINGS,
     "dp_filter",
     "learning_rate",
     "vector_learning_rate",
     "weight_decay",
-    "orthogonalize_head",
-    "orthogonalize_patch_embedding",
-    "spectral_map",
-    "ns_coefficients",
-    "ns_steps",
-    "ns_bf16",
-    "adjust_lr",
-    "muon_momentum",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
     "correct_for_noise",
     "sgd_momentum",
     "doppler_coefficients",
@@ -87,6 +77,10 @@ class PrivacyPlan:
     steps: int
     delta: float
     noise_multiplier: float
+
+    def noise_std(self, max_grad_norm: float) -> float:
+        """Of the noise in each entry of a release."""
+        return self.noise_multiplier * max_grad_norm / (self.sample_rate * self.num_units)
 
     @classmethod
     def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
@@ -152,10 +146,9 @@ class PrivateRun:
 
     Args:
         args: The run's arguments; ``output_dir`` holds the ledger.
-        num_units: N.
-        privacy_unit: What a unit is, for the report.
-        max_examples_per_unit: Most rows of a drawn unit in a step, where a unit has several.
-        partition: Which rows belong together, as bytes; empty where each row is a unit.
+        num_rows: Of the training data.
+        units: Which rows belong together; each is a unit if None.
+        max_examples_per_unit: Most rows of a drawn unit in a step.
         repeated_unit: Ids that several rows share although each row is a unit, for the report.
 
     Attributes:
@@ -170,33 +163,33 @@ class PrivateRun:
         self,
         args: DPTrainingArguments,
         *,
-        num_units: int,
-        privacy_unit: str,
-        max_examples_per_unit: int | None = None,
-        partition: bytes = b"",
+        num_rows: int,
+        units: PrivacyUnits | None,
+        max_examples_per_unit: int,
         repeated_unit: RepeatedUnit | None = None,
     ) -> None:
         assert args.output_dir is not None
+        num_units = num_rows if units is None else len(units)
         self.plan = PrivacyPlan.from_arguments(args, num_units=num_units)
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps
         self._args = args
-        self._partition = partition
+        self._partition = b"" if units is None else units.to_bytes()
         self._is_main = args.process_index == 0
         self._facts = RunFacts(
             delta=self.plan.delta,
             accountant=args.accountant,
-            privacy_unit=privacy_unit,
+            privacy_unit="image" if units is None else units.name,
             adjacency=ADJACENCY,
             guarantee=args.noise_seed is None and self.plan.noise_multiplier > 0,
             num_units=num_units,
             largest_group=None if repeated_unit is None else repeated_unit.largest,
             group_name=None if repeated_unit is None else repeated_unit.name,
-            max_examples_per_unit=max_examples_per_unit,
+            max_examples_per_unit=None if units is None else max_examples_per_unit,
         )
         self._replays: dict[int, NoiseEvent] = {}
-        self.sampling_generator = secret_generator(args.noise_seed, stream="sampling")
+        self.sampling_generator = secret_generator(args.noise_seed)
         self.noise_key = (
             secrets.token_bytes(32)
             if args.noise_seed is None
@@ -213,6 +206,20 @@ class PrivateRun:
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger; 0 before the run is open."""
         return 0.0 if self.ledger is None else self.ledger.epsilon().epsilon
+
+    def spent(self, *, in_full: bool) -> dict[str, float]:
+        """What a log says of the cost so far: epsilon, and in full all that it rests on."""
+        if self.ledger is None or len(self.ledger) == 0:
+            return {}
+        if not in_full:
+            return {"epsilon": self.epsilon()}
+        return {
+            "epsilon": self.epsilon(),
+            "delta": self.plan.delta,
+            "noise_multiplier": self.plan.noise_multiplier,
+            "sample_rate": self.plan.sample_rate,
+            "noise_draws": len(self.ledger),
+        }
 
     def may_take(self, step: int) -> bool:
         """Whether the budget allows this step, or its draw was already counted."""

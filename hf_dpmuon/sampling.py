@@ -9,21 +9,13 @@ Guarantees:
     physical batch size, the number of workers, interruptions and epochs. An empty draw is a draw.
     The randomness is seeded by the operating system, is never shared with the global generators of
     ``torch``, ``numpy`` or ``random``, and resumes to the bit.
-
-What the guarantee leaves out: Philox is a statistical generator, not a cryptographic one. Its
-128-bit key is beyond search, but nothing proves that somebody who sees part of its output (exact
-noise, that is exact sums) cannot foretell the rest.
 """
 
-import hashlib
-import re
-import secrets
-import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from hf_dpmuon.randomness import generator_state, restore_generator
+
 __all__ = [
-    "secret_generator",
-    "generator_state",
-    "restore_generator",
-    "keyed_generator",
-    "Id",
-    "canonical_id",
-    "plain_ids",
-    "PrivacyUnits",
     "PoissonSampler",
     "LogicalBatch",
     "LogicalBatchLoader",
@@ -48,267 +34,8 @@ __all__ = [
 
 IntArray = npt.NDArray[np.int64]
 Key = tuple[int, int]  # (row, augmentation seed)
-Id = str | int  # of a privacy unit
 
-_STREAMS = {"noise": 0, "sampling": 1}
 _SEED_BITS = 63  # an augmentation seed fits in a signed 64-bit integer
-
-# Blanks, control and format characters, and what else Unicode lets a display leave out.
-_UNSEEN = {"Zs", "Zl", "Zp", "Cc", "Cf"}
-_ASCII_UNSEEN = dict.fromkeys([*range(33), 127])  # the same of ASCII
-_IGNORABLE = re.compile(
-    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0000-\U000e0fff]"
-)
-# What tables hold in place of an id, in canonical form.
-_MISSING = {
-    *("nan", "nat", "none", "null", "nil", "n/a", "n.a.", "na", "<na>", "#n/a", "#na"),
-    *("unknown", "unk", "missing", "undefined"),
-}
-
-
-def secret_generator(
-    seed: int | None = None, *, stream: Literal["noise", "sampling"] = "noise"
-) -> np.random.Generator:
-    """Returns a generator for one of the two secret streams.
-
-    ``torch.Generator`` on a CPU keeps only 32 bits of its seed, few enough to try them all; this is
-    Philox with a 128-bit key.
-
-    Args:
-        seed: For tests only, >= 0. A run with a seed is reproducible by anybody who knows the seed
-            and so carries no privacy guarantee. Without one, the operating system gives 256 bits.
-        stream: The streams of one seed are independent of each other.
-
-    Raises:
-        ValueError: ``seed`` is negative or ``stream`` unknown.
-    """
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed={seed} must be >= 0.")
-    if stream not in _STREAMS:
-        raise ValueError(f"stream={stream!r} must be one of {sorted(_STREAMS)}.")
-    entropy = secrets.randbits(256) if seed is None else seed
-    key = np.random.SeedSequence(entropy, spawn_key=(_STREAMS[stream],))
-    return np.random.Generator(np.random.Philox(key))
-
-
-def generator_state(generator: np.random.Generator) -> dict[str, Any]:
-    """Returns the state of a secret generator as plain JSON values; a secret like the generator."""
-    state = generator.bit_generator.state
-    return {
-        **state,
-        "state": {name: array.tolist() for name, array in state["state"].items()},
-        "buffer": state["buffer"].tolist(),
-    }
-
-
-def restore_generator(generator: np.random.Generator, state: dict[str, Any]) -> None:
-    """Puts a generator into a state of :func:`generator_state`; its next draws are the same bits.
-
-    Raises:
-        ValueError: The state is not that of a Philox generator.
-    """
-    if state.get("bit_generator") != "Philox":
-        raise ValueError(f"state['bit_generator']={state.get('bit_generator')!r} must be 'Philox'.")
-    generator.bit_generator.state = {
-        **state,
-        "state": {name: np.array(words, dtype=np.uint64) for name, words in state["state"].items()},
-        "buffer": np.array(state["buffer"], dtype=np.uint64),
-    }
-
-
-def keyed_generator(*material: bytes) -> np.random.Generator:
-    """A generator whose stream is fixed by a secret key and what it is used for.
-
-    Args:
-        material: The key first, then the use. Equal material gives the equal stream, and any other
-            an independent one (SHA-256 as a pseudo-random function).
-    """
-    lengths = b"".join(len(part).to_bytes(8, "big") for part in material)
-    digest = hashlib.sha256(lengths + b"".join(material)).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
-
-
-def canonical_id(unit: Id) -> str:
-    """Returns what two spellings of one id have in common.
-
-    Case, blanks and invisible characters do not count, nor do the forms in which Unicode has one
-    character (NFKC), nor leading zeros where an id is all digits.
-    """
-    text = str(unit)
-    while (folded := _fold(text)) != text:  # what is left may compose anew
-        text = folded
-    if text.isdecimal():
-        return "".join(str(unicodedata.decimal(digit)) for digit in text).lstrip("0") or "0"
-    return text
-
-
-def _fold(text: str) -> str:
-    if text.isascii():
-        return text.lower().translate(_ASCII_UNSEEN)
-    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return "".join(c for c in _IGNORABLE.sub("", text) if unicodedata.category(c) not in _UNSEEN)
-
-
-@runtime_checkable
-class _Array(Protocol):
-    """Of numpy, torch, Arrow or pandas."""
-
-    def tolist(self) -> Any: ...
-
-
-def plain_ids(ids: object, *, argument: str = "ids") -> list[Id | None]:
-    """Returns ids as plain text or plain whole numbers, None where one is missing.
-
-    Missing are None, NaN, blanks, text without a letter or a digit, and words such as "unknown" or
-    "n/a". Blanks around an id are dropped. Whole floats are numbers: a column of integers with gaps
-    holds them.
-
-    Args:
-        ids: A sequence, an array or a tensor, with one id per row.
-        argument: What a message calls them.
-
-    Raises:
-        ValueError: An id is neither text nor a whole number that its type holds exactly, or some
-            are text and some are numbers.
-    """
-    # Elements of a tensor are objects that equal nothing but themselves.
-    values = ids.tolist() if isinstance(ids, _Array) else ids
-    if isinstance(values, str | bytes | bytearray) or not isinstance(values, Sequence):
-        raise ValueError(
-            f"{argument} is of type {type(ids).__name__}; give a list, an array or a tensor with "
-            "one id per row."
-        )
-    exact_below = _exact_below(ids)
-    plain: list[Id | None] = []
-    kinds: set[str] = set()
-    inexact = 0
-    for value in values:
-        limit = exact_below
-        if isinstance(value, np.generic | np.ndarray | Tensor) and value.ndim == 0:
-            limit = min(limit, _exact_below(value))
-            value = value.item()
-        unit: Id | None = None
-        if isinstance(value, str):
-            text = value.strip()
-            unit = None if _says_missing(text) else text
-        elif isinstance(value, int) and not isinstance(value, bool):
-            unit = int(value)
-        elif isinstance(value, float):
-            if value.is_integer() and abs(value) < limit:
-                unit = int(value)
-            else:
-                inexact += value == value
-        elif value is not None:
-            kinds.add(type(value).__name__)
-        if unit is not None:
-            kinds.add(type(unit).__name__)
-        plain.append(unit)
-    if len(kinds) > 1 or not kinds <= {"str", "int"}:
-        raise ValueError(
-            f"{argument} holds values of type {', '.join(sorted(kinds))}; write all ids as str or "
-            "all as int."
-        )
-    if inexact:
-        raise ValueError(
-            f"{argument} holds {inexact} floats that are no exact whole numbers; write all ids as "
-            "str or all as int."
-        )
-    return plain
-
-
-def _exact_below(holder: object) -> float:
-    """Returns up to where a float of this type tells each whole number from the next."""
-    if isinstance(holder, Tensor) and holder.is_floating_point():
-        return 2 / torch.finfo(holder.dtype).eps
-    if isinstance(holder, np.ndarray | np.generic) and holder.dtype.kind == "f":
-        return 2 / float(np.finfo(holder.dtype).eps)
-    return 2.0**53
-
-
-def _says_missing(text: str) -> bool:
-    form = canonical_id(text)
-    return form in _MISSING or not any(map(str.isalnum, form))
-
-
-@dataclass(frozen=True, eq=False)
-class PrivacyUnits:
-    """Which rows of a data set belong to each privacy unit; a partition of all rows.
-
-    Attributes:
-        name: What a unit is, such as "patient".
-        rows_of_unit: For each unit its rows, int64, at least one; each of the rows 0, 1, ... of
-            the data set is in exactly one unit.
-
-    Raises:
-        ValueError: ``rows_of_unit`` is no such partition: a row of two units would be counted
-            twice, and one of none would be protected by nothing.
-    """
-
-    name: str
-    rows_of_unit: tuple[IntArray, ...]
-
-    def __post_init__(self) -> None:
-        if not self.rows_of_unit or not all(
-            isinstance(rows, np.ndarray) and rows.dtype == np.int64 and rows.ndim == 1 and rows.size
-            for rows in self.rows_of_unit
-        ):
-            raise ValueError(
-                "rows_of_unit must be one int64 array of at least one row for each unit; make it "
-                "with PrivacyUnits.from_ids."
-            )
-        rows = np.concatenate(self.rows_of_unit)
-        if not np.array_equal(np.sort(rows), np.arange(len(rows))):
-            raise ValueError(
-                f"rows_of_unit has {len(rows)} rows in all, so each of 0 to {len(rows) - 1} must "
-                "be in exactly one unit; make it with PrivacyUnits.from_ids."
-            )
-
-    @classmethod
-    def from_ids(
-        cls, ids: Sequence[object] | npt.NDArray[Any] | Tensor, *, name: str
-    ) -> "PrivacyUnits":
-        """Groups rows that have the same id.
-
-        Args:
-            ids: One per row, all str or all int. Only which are equal is used; no id is kept.
-            name: What a unit is, such as "patient".
-
-        Raises:
-            ValueError: An id is of another type, or missing (None, NaN, blank, or a word for it):
-                such rows would be one unit or many. Or two ids are the same but for their spelling:
-                one person would be two units.
-        """
-        plain = plain_ids(ids)
-        rows: dict[Id, list[int]] = {}
-        for row, unit in enumerate(plain):
-            if unit is not None:
-                rows.setdefault(unit, []).append(row)
-        missing = len(plain) - sum(map(len, rows.values()))
-        if missing:
-            raise ValueError(
-                f"{missing} of {len(plain)} rows have no {name} id, so nobody can say whose they "
-                "are; fill the ids in, or remove these rows."
-            )
-        respelled = len(rows) - len(set(map(canonical_id, rows)))
-        if respelled:
-            raise ValueError(
-                f"{respelled} {name} ids differ from others only in case, blanks, leading zeros or "
-                "invisible characters; write each id in one way."
-            )
-        return cls(name, tuple(np.array(of_unit, dtype=np.int64) for of_unit in rows.values()))
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all units together."""
-        return sum(map(len, self.rows_of_unit))
-
-    @property
-    def largest(self) -> int:
-        """Rows of the unit that has most of them."""
-        return max(map(len, self.rows_of_unit))
-
-    def __len__(self) -> int:
-        return len(self.rows_of_unit)
 
 
 class PoissonSampler:

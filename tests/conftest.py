@@ -150,7 +150,7 @@ def fixed_noise(
     parameter: str, shape: torch.Size, *, seed: int, step: int, sigma: float, C: float, batch: float
 ) -> torch.Tensor:
     """The standard normal noise of a parameter in a run with ``noise_seed``."""
-    from hf_dpmuon.sampling import keyed_generator
+    from hf_dpmuon.randomness import keyed_generator
 
     material = (seed.to_bytes(32, "big"), f"{step} {sigma} {C} {batch}".encode(), b"")
     generator = keyed_generator(*material, parameter.encode())

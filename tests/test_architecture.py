@@ -17,6 +17,8 @@ PACKAGE = Path(hf_dpmuon.__file__).parent
 # Each room may import only rooms above it.
 ROOMS = [
     "accounting",
+    "randomness",
+    "units",
     "sampling",
     "data",
     "networks",
@@ -35,6 +37,9 @@ ROOMS = [
     "run",
     "callbacks",
     "batches",
+    "model_folder",
+    "training",
+    "publishing_trainer",
     "trainer",
     "cli",
 ]

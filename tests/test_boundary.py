@@ -17,9 +17,10 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_dpmuon.arguments import parse_arguments
 from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
+from hf_dpmuon.model_folder import public_name as _public_name
 from hf_dpmuon.models import load_model
-from hf_dpmuon.sampling import PrivacyUnits
-from hf_dpmuon.trainer import DPTrainer, _public_name
+from hf_dpmuon.trainer import DPTrainer
+from hf_dpmuon.units import PrivacyUnits
 
 # ---- losses that couple rows ----
 

@@ -19,6 +19,7 @@ from hf_dpmuon.grad_sample import (
     memory,
     peak_bytes,
 )
+from hf_dpmuon.training.trial import Trial
 
 
 def test_the_peak_is_that_of_what_lives_together():
@@ -117,8 +118,8 @@ def trained_with(folder, mode: str, **settings) -> DPTrainer:
 def test_auto_takes_the_fast_engine_where_it_fits_and_trains_the_same(
     tmp_path, monkeypatch, caplog, free, chosen
 ):
-    monkeypatch.setattr("hf_dpmuon.trainer.free_bytes", lambda device: free)
-    with caplog.at_level(logging.INFO, "hf_dpmuon.trainer"):
+    monkeypatch.setattr("hf_dpmuon.training.trial.free_bytes", lambda device: free)
+    with caplog.at_level(logging.INFO, "hf_dpmuon.training.trial"):
         auto = trained_with(tmp_path / "auto", "auto")
     assert type(auto.model_wrapped) is chosen
     assert "bookkeeping needs about" in caplog.text
@@ -129,14 +130,14 @@ def test_auto_takes_the_fast_engine_where_it_fits_and_trains_the_same(
 
 def test_what_is_needed_grows_with_the_physical_batch(tmp_path, monkeypatch):
     needed = []
-    monkeypatch.setattr("hf_dpmuon.trainer.free_bytes", lambda device: 0)
-    estimate = DPTrainer._bytes_of_a_step
+    monkeypatch.setattr("hf_dpmuon.training.trial.free_bytes", lambda device: 0)
+    estimate = Trial.bytes_of_a_step
 
     def noted(self, engine) -> int:
         needed.append(estimate(self, engine))
         return needed[-1]
 
-    monkeypatch.setattr(DPTrainer, "_bytes_of_a_step", noted)
+    monkeypatch.setattr(Trial, "bytes_of_a_step", noted)
     for size in (2, 4, 8):
         trained_with(tmp_path / str(size), "auto", per_device_train_batch_size=size, max_steps=1)
     small, middle, large = needed
@@ -144,6 +145,6 @@ def test_what_is_needed_grows_with_the_physical_batch(tmp_path, monkeypatch):
 
 
 def test_two_evaluations_a_step_leave_no_choice(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_dpmuon.trainer.free_bytes", lambda device: 0)
+    monkeypatch.setattr("hf_dpmuon.training.trial.free_bytes", lambda device: 0)
     trainer = trained_with(tmp_path, "auto", dp_filter="disk", disk_gamma=0.9)
     assert type(trainer.model_wrapped) is BookKeepingGradSampleModule

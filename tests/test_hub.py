@@ -48,7 +48,7 @@ from hf_dpmuon import hub
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.model_card import hash_weights
 from hf_dpmuon.models import load_model, save_model
-from hf_dpmuon.trainer import DPTrainer
+from hf_dpmuon.publishing_trainer import PublishingTrainer
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = f"{USER}/scans"
@@ -293,7 +293,7 @@ def test_every_way_to_the_hub_leads_through_one_module():
         if "hf_api(" in inspect.getsource(method)
     }
     assert touching == {"init_hf_repo", "push_to_hub", "_push_from_checkpoint"}
-    assert touching <= set(vars(DPTrainer))
+    assert touching <= set(vars(PublishingTrainer))
     package = Path(hf_dpmuon.__file__).parent
     sending = {"create_commit", "create_repo", "upload_file", "upload_folder", "HfApi"}
     users = set()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dpmuon.arguments import parse_arguments
-from hf_dpmuon.sampling import PoissonSampler, secret_generator
+from hf_dpmuon.randomness import secret_generator
+from hf_dpmuon.sampling import PoissonSampler
 from hf_dpmuon.spectral import newton_schulz, spectral_norm
 
 METHODS = {  # the paper's eight: dp_optimizer, dp_filter
@@ -109,9 +110,7 @@ def train_by_hand(
     gamma: float | None = None,
     bound: float = 1.0,
 ) -> None:
-    sampler = PoissonSampler(
-        N, sample_rate=BATCH / N, generator=secret_generator(7, stream="sampling")
-    )
+    sampler = PoissonSampler(N, sample_rate=BATCH / N, generator=secret_generator(7))
     optimizer_step = step_by_hand(model, dp_optimizer, lr, 0.9 if dp_filter == "none" else 0.0)
     x_before: list[Tensor] | None = None
     filtered: list[Tensor] = []
@@ -235,7 +234,7 @@ def test_the_optimizer_knows_the_noise_that_the_mechanism_draws(tmp_path):
     )
     trainer.train()
     noise = trainer.optimizer.optimizer.noise
-    assert noise.std == pytest.approx(trainer._mechanism.noise_std)
+    assert noise.std == pytest.approx(trainer._step.mechanism.noise_std)
     assert noise.filter == trainer._filter.response
     assert noise.variance(10**4) == pytest.approx(noise.std**2 * 0.1 / 1.9, rel=1e-6)
 

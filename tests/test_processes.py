@@ -19,7 +19,8 @@ from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
 
 from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger
-from hf_dpmuon.sampling import PoissonSampler, secret_generator
+from hf_dpmuon.randomness import secret_generator
+from hf_dpmuon.sampling import PoissonSampler
 
 WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
 
@@ -101,9 +102,7 @@ def ledger_in_the_main_process_only(monkeypatch):
 
 
 def draws(steps: int, batch: int, size: int = N) -> list[np.ndarray]:
-    sampler = PoissonSampler(
-        size, sample_rate=batch / size, generator=secret_generator(7, stream="sampling")
-    )
+    sampler = PoissonSampler(size, sample_rate=batch / size, generator=secret_generator(7))
     rows = []
     for _ in range(steps):
         rows.append(sampler.draw())

@@ -15,21 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hf_dpmuon.sampling import (
-    LogicalBatchLoader,
-    PoissonSampler,
-    PrivacyUnits,
-    canonical_id,
-    generator_state,
-    restore_generator,
-    secret_generator,
-)
+from hf_dpmuon.randomness import generator_state, restore_generator, secret_generator
+from hf_dpmuon.sampling import LogicalBatchLoader, PoissonSampler
+from hf_dpmuon.units import PrivacyUnits, canonical_id
 
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def sampler(num_units, sample_rate, seed=0):
-    generator = secret_generator(seed, stream="sampling")
+    generator = secret_generator(seed)
     return PoissonSampler(num_units, sample_rate=sample_rate, generator=generator)
 
 
@@ -77,12 +71,6 @@ def test_generators_without_a_seed_differ():
 def test_the_key_depends_on_every_bit_of_a_large_seed():
     seeds = [0, *(1 << bit for bit in range(200))]
     assert len({secret_generator(seed).bytes(16) for seed in seeds}) == len(seeds)
-
-
-def test_noise_and_sampling_streams_of_one_seed_are_independent():
-    noise = secret_generator(7, stream="noise").standard_normal(20_000)
-    sampling = secret_generator(7, stream="sampling").standard_normal(20_000)
-    assert abs(np.corrcoef(noise, sampling)[0, 1]) < 4 / np.sqrt(20_000)
 
 
 def test_global_seeds_do_not_matter_and_global_generators_are_not_touched():
@@ -273,7 +261,6 @@ def test_a_batch_does_not_tell_its_size():
         (lambda: loader(size=0), "physical_batch_size=0 must be >= 1"),
         (lambda: loader(num_batches=0), "num_batches=0 must be >= 1"),
         (lambda: secret_generator(-1), "seed=-1 must be >= 0"),
-        (lambda: secret_generator(1, stream="clipping"), "stream='clipping'"),
         (lambda: restore_generator(secret_generator(), {"bit_generator": "PCG64"}), "'Philox'"),
         (lambda: loader().load_state_dict({}), "state_dict"),
     ],
@@ -287,9 +274,7 @@ def test_values_outside_their_range_are_named(make, message):
 
 
 def unit_loader(rows_of_unit, *, seed=0, **options):
-    sampler = PoissonSampler(
-        len(rows_of_unit), sample_rate=0.5, generator=secret_generator(seed, stream="sampling")
-    )
+    sampler = PoissonSampler(len(rows_of_unit), sample_rate=0.5, generator=secret_generator(seed))
     return LogicalBatchLoader(
         EchoDataset(),
         sampler=sampler,
@@ -363,9 +348,7 @@ def test_stripes_of_all_processes_are_one_draw(owned, world_size):
     def loader_of(rank, world_size):
         if owned is not None:
             return unit_loader(owned, rank=rank, world_size=world_size)
-        sampler = PoissonSampler(
-            50, sample_rate=0.3, generator=secret_generator(0, stream="sampling")
-        )
+        sampler = PoissonSampler(50, sample_rate=0.3, generator=secret_generator(0))
         return LogicalBatchLoader(
             EchoDataset(),
             sampler=sampler,

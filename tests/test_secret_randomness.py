@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments
-from hf_dpmuon.batches import RowWise, SeededRows, seeded_globals
+from hf_dpmuon.batches import RowWise, SeededRows
 from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
 from hf_dpmuon.models import load_model
+from hf_dpmuon.randomness import seeded_globals
 
 
 class Augmented(Dataset[dict[str, Tensor]]):

@@ -31,7 +31,8 @@ from hf_dpmuon.data import ImageExamples, ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel
-from hf_dpmuon.sampling import PoissonSampler, secret_generator
+from hf_dpmuon.randomness import secret_generator
+from hf_dpmuon.sampling import PoissonSampler
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
 
@@ -126,7 +127,7 @@ class Spy(DPTrainer):
         for holder in (*self.model.modules(), self.model_wrapped, *self.model.parameters()):
             kept = {"activations", "_current_grad_sample", "_uses", "_outputs", "_norms"}
             assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
-        assert all(float(s.abs().max()) == 0 for s in self._mechanism._sums.values())
+        assert all(float(s.abs().max()) == 0 for s in self._step.mechanism._sums.values())
         self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
         self.ledger_lengths.append(self.count_records())
         return loss
@@ -143,9 +144,7 @@ def by_hand(
 ) -> None:
     """Sampling, loop of ones, clip, sum, noise, divide, momentum, polar, step: in plain code."""
     data, batch = Images(), 8
-    sampler = PoissonSampler(
-        N, sample_rate=batch / N, generator=secret_generator(7, stream="sampling")
-    )
+    sampler = PoissonSampler(N, sample_rate=batch / N, generator=secret_generator(7))
     buffers = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for step in range(steps):
         rows = sampler.draw()
@@ -316,7 +315,7 @@ def test_augmentations_of_an_image_are_averaged_before_clipping(tmp_path, mode, 
         grad_sample_mode=mode,
     )
     trainer.train()
-    sampler = PoissonSampler(N, sample_rate=8 / N, generator=secret_generator(7, stream="sampling"))
+    sampler = PoissonSampler(N, sample_rate=8 / N, generator=secret_generator(7))
     model, data = tiny_vit(), Augmented()
     expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for row in sampler.draw().tolist():
@@ -351,9 +350,7 @@ def test_an_empty_draw_is_a_step_of_noise_alone(tmp_path):
         max_steps=40,
         warmup_steps=0,
     )
-    draws = PoissonSampler(
-        2000, sample_rate=1 / 2000, generator=secret_generator(7, stream="sampling")
-    )
+    draws = PoissonSampler(2000, sample_rate=1 / 2000, generator=secret_generator(7))
     sizes = []
     for _ in range(40):
         rows = draws.draw()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments
-from hf_dpmuon.sampling import PrivacyUnits
+from hf_dpmuon.units import PrivacyUnits
 
 PATIENTS = ["a", "b", "a", "c", "c", "a", "d", "c", "c", "e", "b", "a"]  # 4, 2, 4, 1, 1 images
 

@@ -37,7 +37,7 @@ from hf_dpmuon.data.units import (
     repeated_unit_notes,
     unit_ids,
 )
-from hf_dpmuon.sampling import Id, PrivacyUnits
+from hf_dpmuon.units import Id, PrivacyUnits
 
 if TYPE_CHECKING:
     import datasets

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hf_dpmuon.data.columns import column_values, image_paths, require_column
-from hf_dpmuon.sampling import Id, PrivacyUnits, canonical_id, plain_ids
+from hf_dpmuon.units import Id, PrivacyUnits, canonical_id, plain_ids
 
 if TYPE_CHECKING:
     import datasets
