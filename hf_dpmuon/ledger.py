@@ -20,6 +20,7 @@ import json
 import os
 import tempfile
 import warnings
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ class PrivacyLedger:
         self.path = Path(path)
         self._runs: list[RunFacts] = []
         self._starts: list[int] = []  # draws before each run
+        self._start_heads: list[str] = []  # chain value of the line of each run
         self._events: list[NoiseEvent] = []
         self._segments: list[SampledGaussian] = []
         self._chain: list[str] = []
@@ -147,7 +149,7 @@ class PrivacyLedger:
         """
         self._check_run(facts)
         self._append({"kind": "run", **asdict(facts)})
-        self._start(facts)
+        self._start(facts, self.head)
 
     def record(self, event: NoiseEvent) -> None:
         """Puts a noise draw on the disk; to be called before the weights move.
@@ -236,6 +238,14 @@ class PrivacyLedger:
         """The chain value of the last line, which stands for the whole ledger."""
         return self._chain[-1] if self._chain else _GENESIS
 
+    def start_of(self, draw: int) -> str:
+        """The chain value of the line of the start that made a draw, which stands for that start.
+
+        Args:
+            draw: Index of the draw, from 0.
+        """
+        return self._start_heads[bisect_right(self._starts, draw) - 1]
+
     def __len__(self) -> int:
         return len(self._events)
 
@@ -283,8 +293,9 @@ class PrivacyLedger:
                         f"{self.path}; start a new ledger in another output folder."
                     )
 
-    def _start(self, facts: RunFacts) -> None:
+    def _start(self, facts: RunFacts, head: str) -> None:
         self._runs.append(facts)
+        self._start_heads.append(head)
         self._starts.append(len(self._events))
 
     def _count(self, event: NoiseEvent, mechanism: SampledGaussian) -> None:
@@ -321,7 +332,7 @@ class PrivacyLedger:
             ) from error
         if isinstance(entry, RunFacts):
             self._check_run(entry)
-            self._start(entry)
+            self._start(entry, chain)
         else:
             self._count(entry, mechanism)
         self._chain.append(chain)

@@ -119,7 +119,7 @@ class GaussianMechanism:
         loss_scale: Factor of the loss that was backpropagated, > 0; undone before clipping.
 
     Attributes:
-        votes: Sum over processes of the ``votes`` of the last release.
+        stop_votes: Sum over processes of the ``stop_votes`` of the last release.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -157,7 +157,7 @@ class GaussianMechanism:
         self.expected_batch_size = sample_rate * num_units
         self.clipping: Clipping = clipping
         self.loss_scale = loss_scale
-        self.votes = 0.0
+        self.stop_votes = 0.0
         self.noise_key = noise_key
         self._fixed_noise = fixed_noise
         self._parameters = _trainable(module)
@@ -203,13 +203,13 @@ class GaussianMechanism:
             self.module.add_weighted_sum(weights, into=self._sums)
         self.module.discard()
 
-    def release(self, *, step: int, votes: float = 0.0) -> NoiseEvent:
+    def release(self, *, step: int, stop_votes: float = 0.0) -> NoiseEvent:
         """Write the private mean gradient to every ``p.grad`` and end the logical batch.
 
         Args:
             step: Number of this logical step, from 1.
-            votes: A public number to add up over processes in the same collective, such as 1 for
-                a request to stop; the sum is in ``self.votes``.
+            stop_votes: Public: 1 for a request to stop, else 0. They are added up over processes in
+                the same collective; the sum is in ``self.stop_votes``.
 
         Returns:
             The event to record before the weights move.
@@ -219,10 +219,10 @@ class GaussianMechanism:
             noise on unequal sums does not occur.
         """
         self._check_trainable_set()
-        self._total[-1] = votes
+        self._total[-1] = stop_votes
         if distributed.is_initialized():
             distributed.all_reduce(self._total)  # the one collective of a step
-        self.votes = self._total[-1].item()
+        self.stop_votes = self._total[-1].item()
         private, gradients = _flat_views(self._parameters)
         for gradient, noise in zip(gradients.values(), self._noise(step), strict=True):
             gradient.copy_(torch.from_numpy(noise))

@@ -18,9 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.files import write_json
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel, save_model
-from hf_dpmuon.run import write_json
 
 __all__ = ["ModelFolder", "public_name"]
 

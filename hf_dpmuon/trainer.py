@@ -5,7 +5,8 @@ ledger and optimizer; returns what ``Trainer`` returns, less what is not private
 
 The privacy boundary is the end of ``DPTrainer.training_step``: when it returns, every ``p.grad``
 holds the private mean gradient, the ledger holds its record, and nothing raw is left on the model.
-Whatever the base class does afterwards is post-processing.
+Whatever the base class does afterwards is post-processing; the optimizer steps on that release and
+on nothing that is added to ``p.grad`` after it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -32,9 +34,11 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import LogicalBatches, RowWise
-from hf_dpmuon.callbacks import BudgetSpentError, Interrupt, PrivacyProgressCallback, StopCallback
+from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
+from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit, collate
 from hf_dpmuon.diagnostics import signal_to_noise
+from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
@@ -46,7 +50,8 @@ from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 from hf_dpmuon.training import checkpoints, checks
 from hf_dpmuon.training.loader import build_loader
 from hf_dpmuon.training.losses import RowMeanLoss
-from hf_dpmuon.training.step import PrivateStep
+from hf_dpmuon.training.release import ReleaseGate
+from hf_dpmuon.training.step import BudgetSpentError, PrivateStep
 from hf_dpmuon.training.trial import Trial, blank_row, build_engine
 from hf_dpmuon.units import PrivacyUnits
 
@@ -55,6 +60,11 @@ __all__ = ["DPTrainer"]
 logger = logging.getLogger(__name__)
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What takes longer or counts more the more rows are drawn, whose number is private.
+TELLING = (
+    *("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"),
+    "train_loss",
+)
 OF_SAMPLING = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
@@ -137,15 +147,17 @@ class DPTrainer(PublishingTrainer):
         self.evaluations = EvaluationRecord(
             compute_metrics or build_metrics(labels, multi_label=multi_label)
         )
-        self.run = PrivateRun(
+        self.privacy_run = PrivateRun(
             args,
             num_rows=num_rows,
+            label_names=labels,
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
         )
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
+        self._filter: GradientFilter | None = None
         self._interrupt = Interrupt()
         self.interrupted = False
         super().__init__(
@@ -162,22 +174,27 @@ class DPTrainer(PublishingTrainer):
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
-        self._trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self._filter = args.build_filter(self._trainable)
-        if self.optimizer is not None:
-            checks.check_optimizer(self.optimizer, self.model)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(PrivacyProgressCallback(self.run.epsilon))
-        self.add_callback(StopCallback(self.run.may_take, lambda: self.interrupted))
+            self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
+        self.add_callback(StopCallback(self.privacy_run.may_take, lambda: self.interrupted))
 
     @property
     def plan(self) -> PrivacyPlan:
         """What the accountant assumes of this run."""
-        return self.run.plan
+        return self.privacy_run.plan
 
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger."""
-        return self.run.epsilon()
+        return self.privacy_run.epsilon()
+
+    @property
+    def private_gradients(self) -> dict[str, Tensor] | None:
+        """What the optimizer steps on next, by parameter; None but in ``on_pre_optimizer_step``.
+
+        A callback may read these tensors and edit them in place: that is post-processing. What it
+        adds to ``p.grad`` instead moves no weight.
+        """
+        return None if self._step is None else self._step.gate.gradients
 
     # ---- what the base class's loop asks for ----
 
@@ -188,7 +205,8 @@ class DPTrainer(PublishingTrainer):
             self.data_collator,
             args=self.args,
             plan=self.plan,
-            generator=self.run.sampling_generator,
+            generator_of=self.privacy_run.sampling_generator,
+            first_draw=self._taken + 1,
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
         )
@@ -223,7 +241,18 @@ class DPTrainer(PublishingTrainer):
     def _known_noise(self) -> KnownNoise:
         """What the accountant's plan fixes of the noise in the gradients of the optimizer."""
         std = self.plan.noise_std(self.args.per_sample_max_grad_norm)
-        return KnownNoise(std, self._filter.response)
+        return KnownNoise(std, self._gradient_filter.response)
+
+    @property
+    def _gradient_filter(self) -> GradientFilter:
+        """The filter over the trainable parameters, which are fixed when it is first asked for."""
+        if self._filter is None:
+            self._filter = self.args.build_filter(list(self._trainable.values()))
+        return self._filter
+
+    @property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -258,7 +287,7 @@ class DPTrainer(PublishingTrainer):
             prepared.train(),
             self._noise_trial(),
             mode=self.args.grad_sample_mode,
-            passes=self._filter.evaluations,
+            passes=self._gradient_filter.evaluations,
             device=self.args.device,
         )
 
@@ -283,20 +312,23 @@ class DPTrainer(PublishingTrainer):
         assert self.optimizer is not None
         checks.check_optimizer(self.optimizer, self.model)
         # Only now: whatever refuses to train has refused, and nothing was written.
-        self.run.open()
-        assert self._batches is not None
-        assert isinstance(prepared[0], PerSampleEngine)
+        engine = prepared[0]
+        assert isinstance(engine, PerSampleEngine)
+        facts = circumstances(self.args, engine=type(engine).__name__)
+        self.privacy_run.open(facts, is_repeatable=is_repeatable(self.args))
         self._step = PrivateStep.of(
             self.args,
-            engine=prepared[0],
-            run=self.run,
-            filter=self._filter,
-            parameters=self._trainable,
-            loader=self._batches,
+            engine=engine,
+            run=self.privacy_run,
+            filter=self._gradient_filter,
+            gate=ReleaseGate(self._trainable),
             loss=self.compute_loss,
             prepare=self._prepare_inputs,
             autocast=self.compute_loss_context_manager,
         )
+        prepared_optimizer = self.optimizer
+        assert isinstance(prepared_optimizer, AcceleratedOptimizer)
+        self._step.gate.guard(prepared_optimizer.optimizer)
         return prepared
 
     # ---- the private step ----
@@ -312,9 +344,9 @@ class DPTrainer(PublishingTrainer):
         assert self._step is not None
         assert self.optimizer is not None
         checks.check_optimizer(self.optimizer, self.model)  # a callback may have added to it
-        votes = float(self._interrupt.requested)
-        loss = self._step.take(inputs, step=self.state.global_step + 1, votes=votes)
-        self.interrupted = self._step.mechanism.votes > 0
+        stop_votes = float(self._interrupt.requested)
+        loss = self._step.take(inputs, step=self.state.global_step + 1, stop_votes=stop_votes)
+        self.interrupted = self._step.mechanism.stop_votes > 0
         return torch.tensor(loss, device=self.args.device)
 
     def compute_loss(
@@ -370,17 +402,18 @@ class DPTrainer(PublishingTrainer):
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
         self.evaluations.forget()  # of another model
         if self.is_world_process_zero():
-            checkpoints.recover_replaced(self.run.folder)
+            checkpoints.recover_replaced(self.privacy_run.folder)
         self.accelerator.wait_for_everyone()
-        checkpoint = checkpoints.find_checkpoint(self.run.folder, resume_from_checkpoint)
-        self.run.prepare(checkpoint)
-        self.interrupted, self._batches = False, None
+        checkpoint = checkpoints.find_checkpoint(self.privacy_run.folder, resume_from_checkpoint)
+        self.privacy_run.prepare(checkpoint)
+        self.interrupted, self._batches, self._filter = False, None, None
+        validate_model(self.model)  # parameters may have been frozen or replaced since
         if checkpoint is not None:
             checkpoints.load_filter(
-                self._filter, checkpoint, name=self.args.dp_filter, device=self.args.device
+                self._gradient_filter, checkpoint, name=self.args.dp_filter, device=self.args.device
             )
-        taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
-        if taken >= self.plan.steps or not self.run.may_take(taken + 1):
+        self._taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
+        if self._taken >= self.plan.steps or not self.privacy_run.may_start():
             return self._finish_without_a_step(checkpoint)
         try:
             with self._interrupt:
@@ -392,10 +425,21 @@ class DPTrainer(PublishingTrainer):
             logger.warning("Stopping after step %d: %s.", self.state.global_step, error)
             return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
         finally:
-            if self._batches is not None:
-                self._batches.close()
+            self._take_down()
         loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
-        return TrainOutput(output.global_step, loss, output.metrics)
+        metrics = {name: v for name, v in output.metrics.items() if name not in TELLING}
+        return TrainOutput(output.global_step, loss, metrics)
+
+    def _take_down(self) -> None:
+        """Leave model, optimizer and workers as if no private step had been prepared."""
+        if self._batches is not None:
+            self._batches.close()
+        if self._step is not None:
+            self._step.gate.close()
+            self._step = None
+        if isinstance(self.model_wrapped, PerSampleEngine):
+            self.model_wrapped.to_standard_module()
+        self.model_wrapped = self.model
 
     def _finish_without_a_step(self, checkpoint: Path | None) -> TrainOutput:
         """Leave model and state as the checkpoint has them, and say why no step was taken."""
@@ -413,13 +457,8 @@ class DPTrainer(PublishingTrainer):
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
-        assert self._batches is not None
-        checkpoints.save_filter(self._filter, checkpoint)
-        self.run.save(
-            checkpoint,
-            step=self.state.global_step,
-            sampling_state=self._batches.state_dict(),
-        )
+        checkpoints.save_filter(self._gradient_filter, checkpoint)
+        self.privacy_run.save(checkpoint, step=self.state.global_step)
 
     # ---- what is logged, evaluated and said ----
 
@@ -434,10 +473,13 @@ class DPTrainer(PublishingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log private values only, with the epsilon spent so far."""
+        is_last = "train_runtime" in logs
         for key in ("loss", "train_loss"):
             loss = logs.pop(key, None)
             if loss is not None and self.args.report_nonprivate_loss:
                 logs[f"nonprivate_{key}"] = loss
+        for key in TELLING:
+            logs.pop(key, None)
         if "grad_norm" in logs and self._step is not None:
             logs["signal_to_noise"] = signal_to_noise(
                 gradient_norm=float(logs["grad_norm"]),
@@ -445,5 +487,5 @@ class DPTrainer(PublishingTrainer):
                 num_entries=self._step.mechanism.num_entries,
             )
         # the last log of a run says all that the number rests on
-        logs.update(self.run.spent(in_full="train_runtime" in logs))
+        logs.update(self.privacy_run.spent(in_full=is_last))
         super().log(logs, start_time)
