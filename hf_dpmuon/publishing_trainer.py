@@ -163,6 +163,12 @@ class PublishingTrainer(Trainer):
         assert self.model is not None
         checkpoints.load_weights(self.model, Path(resume_from_checkpoint))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write nothing: all randomness of a step comes from the run's secret keys."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Read nothing, for nothing was written."""
+
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)

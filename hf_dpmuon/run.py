@@ -259,6 +259,7 @@ class PrivateRun:
                 not fit this run.
         """
         is_second = self.on_main_process(lambda: self.ledger is not None)
+        self._pending = []
         if checkpoint is not None:
             self._pending = self.on_main_process(lambda: self._restore(checkpoint))
         elif not is_second:

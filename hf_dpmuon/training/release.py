@@ -58,7 +58,7 @@ class ReleaseGate:
         self._handles, self.gradients = [], None
 
     def _restore(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(closure is not None for closure in (*args, *kwargs.values())):
+        if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise RuntimeError(
                 "the optimizer's step was given a closure, whose gradients are not private; call "
                 "step() without one."
