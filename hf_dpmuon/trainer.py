@@ -44,8 +44,9 @@ from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
 from hf_dpmuon.models import LoadedModel, validate_model
 from hf_dpmuon.optim import KnownNoise, routing_table
+from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
-from hf_dpmuon.run import PrivacyPlan, PrivateRun
+from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 from hf_dpmuon.training import checkpoints, checks
 from hf_dpmuon.training.loader import build_loader

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import set_seed
 
-from hf_dpmuon.accounting import round_up, round_up_fixed
+from hf_dpmuon.rounding import round_up, round_up_fixed
 from hf_dpmuon.arguments import (
     DataArguments,
     DPTrainingArguments,
