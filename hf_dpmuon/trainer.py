@@ -173,6 +173,7 @@ class DPTrainer(PublishingTrainer):
             optimizers=optimizers,
         )
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
+        checks.check_scheduler(self.lr_scheduler, self.args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:

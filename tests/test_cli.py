@@ -292,17 +292,17 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
         ("--num_units 5000 --sigma 0 --steps 5", "sigma=0.0 must be a finite number > 0"),
         (
             "--num_units 5000 --sigma inf --steps 5",
-            "noise_multiplier=inf must be a finite number >= 0",
+            "multiplier=inf must be a finite number >= 0",
         ),
         ("--num_units 5000 --sigma 1 --epochs inf", "num_epochs=inf must be a finite number"),
         (
             "--num_units 5000 --sigma 1 --steps 1 --delta 0.1",
-            "delta=0.1 must be above 0 and below 1/N",
+            "delta=0.1 must be above 0",
         ),
         ("--num_units 5000 --epsilon 0.01 --sigma 1", "epsilon=0.01 must be at least .*one step"),
         (
             "--num_units 5000 --epsilon 9 --sigma 1e9",
-            "noise_multiplier=1000000000.0 must be smaller",
+            "multiplier=1000000000.0 must be smaller",
         ),
         (
             "--num_units 5000 --epsilon 1e-9 --steps 1000 --delta 1e-12",
