@@ -38,6 +38,7 @@ __all__ = ["Clipping", "GaussianMechanism", "clip_factors"]
 
 Clipping = Literal["flat", "per_layer", "automatic"]
 
+LEAST_FACTOR = 1e-30  # also divided by a loss scale, float32 holds it with all its digits
 AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)
 
 
@@ -53,19 +54,21 @@ def clip_factors(
     ========== ===================================================================
 
     Args:
-        norms: Per parameter, norms of the samples' gradients, float32 of shape (B,).
+        norms: Per parameter, norms of the samples' gradients, of shape (B,).
         max_grad_norm: The bound C.
         clipping: The rule.
         num_layers: L, the number of trainable parameters (reached in this pass or not).
 
     Returns:
-        Per parameter, float32 of shape (B,). A sample with a non-finite norm in any parameter has
-        weight 0 in all of them.
+        Per parameter, in the type of the norms, of shape (B,). A sample with a non-finite norm in
+        any parameter has weight 0 in all of them; so has one whose weight would be too small for
+        float32 to hold all its digits.
 
     Guarantees:
-        sqrt(sum over parameters of (factor * norm)^2) <= C (1 + 1e-5) for each sample.
+        sqrt(sum over parameters of (factor * norm)^2) <= C (1 + 1e-5) for each sample, whatever
+        the norms: float64 holds the squares of all of float32.
     """
-    by_parameter = torch.stack(list(norms.values()))  # (P, B)
+    by_parameter = torch.stack(list(norms.values())).double()  # (P, B)
     total = torch.linalg.vector_norm(by_parameter, dim=0)  # (B,)
     match clipping:
         case "flat":
@@ -74,8 +77,8 @@ def clip_factors(
             factors = (max_grad_norm / math.sqrt(num_layers) / by_parameter).clamp(max=1.0)
         case "automatic":
             factors = (max_grad_norm / (total + AUTOMATIC_STABILISER)).expand_as(by_parameter)
-    factors = torch.where(total.isfinite(), factors, 0.0)
-    return dict(zip(norms, factors, strict=True))
+    factors = torch.where(total.isfinite() & (factors >= LEAST_FACTOR), factors, 0.0)
+    return {name: row.to(norms[name].dtype) for name, row in zip(norms, factors, strict=True)}
 
 
 class GaussianMechanism:
@@ -170,16 +173,17 @@ class GaussianMechanism:
                 set of trainable parameters is no longer the one that is protected.
         """
         self._check_trainable_set()
-        scaled = self.module.per_sample_norms()
-        if scaled:
-            factors = clip_factors(
-                {name: norm / self.loss_scale for name, norm in scaled.items()},
-                max_grad_norm=self.max_grad_norm,
-                clipping=self.clipping,
-                num_layers=len(self._parameters),
-            )
-            weights = {name: factor / self.loss_scale for name, factor in factors.items()}
-            self.module.add_weighted_sum(weights, into=self._sums)
+        with torch.autocast(self._total.device.type, enabled=False):
+            scaled = self.module.per_sample_norms()
+            if scaled:
+                factors = clip_factors(
+                    {name: norm / self.loss_scale for name, norm in scaled.items()},
+                    max_grad_norm=self.max_grad_norm,
+                    clipping=self.clipping,
+                    num_layers=len(self._parameters),
+                )
+                weights = {name: factor / self.loss_scale for name, factor in factors.items()}
+                self.module.add_weighted_sum(weights, into=self._sums)
         self.module.discard()
 
     def release(self, *, step: int, stop_votes: float = 0.0) -> NoiseEvent:

@@ -7,6 +7,7 @@ weighted sums of them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Literal
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 __all__ = ["PerSampleEngine"]
 
 PIECE = 4096  # numbers whose squares are added up at once
+# Products of float32 below 1e-38 underflow: that moves a norm above this by less than 1e-6 of it,
+# for each of the numbers whose squares it adds up, whose root it takes.
+UNDERFLOW = 1e-16
 
 
 class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
@@ -124,14 +128,22 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """(U, ...) to (U,): norms in pieces, since a long sum in float32 loses up to 1e-4."""
+    """(U, ...) to (U,), float64: norms in pieces, since long sums in float32 lose up to 1e-4.
+
+    Where squares in float32 may have underflowed or overflowed, the norm is taken in float64.
+    """
     flat = x.reshape(len(x), -1)
+    if flat.shape[1] <= PIECE:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)  # type: ignore[no-any-return]
     whole = flat.shape[1] // PIECE * PIECE
     pieces = flat[:, :whole].reshape(len(x), whole // PIECE, PIECE)
     rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-    norms = torch.cat([torch.linalg.vector_norm(pieces, dim=2), rest], 1)
-    total: Tensor = torch.linalg.vector_norm(norms, dim=1)
-    return total
+    parts = torch.cat([torch.linalg.vector_norm(pieces, dim=2), rest], 1)
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
+    trusted = norms.isfinite() & (norms >= UNDERFLOW * math.sqrt(flat.shape[1]))
+    for u in (~trusted).nonzero().flatten().tolist():
+        norms[u] = torch.linalg.vector_norm(flat[u], dtype=torch.float64)
+    return norms
 
 
 def any_zero(weights: Mapping[str, Tensor]) -> bool:

@@ -167,7 +167,7 @@ class HooksGradSampleModule(PerSampleEngine):
                 rows = torch.cat(passes)
                 known.append(name)
                 sizes.append(row_norms(at_least_float32(rows)).sum())
-                missed.append((rows.sum(0) - p.grad).norm())
+                missed.append(row_norms((rows.sum(0) - p.grad)[None])[0])
         if not known:
             return
         size = torch.stack(sizes)
@@ -184,7 +184,7 @@ class HooksGradSampleModule(PerSampleEngine):
 
     def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
         self._check_complete()
-        norms = {name: row_norms(gradient) for name, gradient in self._taken()}
+        norms = {name: row_norms(gradient).to(gradient.dtype) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:
             sizes = {name: len(norm) for name, norm in norms.items()}
             raise RuntimeError(f"per-sample gradients disagree on the batch size: {sizes}.")
