@@ -52,8 +52,12 @@ class ModelFolder:
         base_model: str | None,
         dataset_name: str | None,
         num_channels: int,
+        several_labels: bool,
     ) -> ModelFolder:
         """Make one of what the trainer is given.
+
+        A model whose configuration does not say what its labels are is one of several labels where
+        the rows have several, as in ``transformers``.
 
         Raises:
             ValueError: If nobody knows how such a model is saved.
@@ -64,6 +68,8 @@ class ModelFolder:
         elif isinstance(model, PreTrainedModel):
             library = "transformers"
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
+            if model.config.problem_type is None and several_labels:
+                model.config.problem_type = "multi_label_classification"
             multi_label = model.config.problem_type == "multi_label_classification"
         else:
             raise ValueError(
