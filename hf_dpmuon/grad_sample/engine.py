@@ -102,6 +102,11 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     def discard(self) -> None:
         """Drop all gradients, the units, and whatever an unfinished or foreign pass left."""
 
+    def close(self) -> None:
+        """Leave the model as if it had never been wrapped: no hook, gradient or state of ours."""
+        self.discard()
+        self.to_standard_module()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; here they are never zeroed in place."""
         self.discard()
