@@ -29,6 +29,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from hf_dpmuon.accounting import Accountant
 from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
@@ -46,7 +47,6 @@ __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_argu
 # Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
 # DP-Muon-S steps in the units of DP-SGD.
 LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
-ACCOUNTANTS = ("rdp", "prv")
 # Of which one says what the other would.
 ALTERNATIVES = (
     ("target_epsilon", "noise_multiplier"),
@@ -279,8 +279,8 @@ class DPTrainingArguments(TrainingArguments):
             "clipping; costs K times the time, no privacy, and often gains accuracy."
         },
     )
-    accountant: str = field(
-        default="rdp", metadata={"help": "Accountant of the reported epsilon: rdp or prv."}
+    accountant: Accountant = field(
+        default="rdp", metadata={"help": "Accountant of the reported epsilon."}
     )
     grad_sample_mode: str = field(
         default="bookkeeping",
@@ -487,7 +487,7 @@ class DPTrainingArguments(TrainingArguments):
             )
         for name, value, legal in (
             ("clipping", self.clipping, get_args(Clipping)),
-            ("accountant", self.accountant, ACCOUNTANTS),
+            ("accountant", self.accountant, get_args(Accountant)),
             ("grad_sample_mode", self.grad_sample_mode, (*ENGINES, "auto")),
             ("dp_optimizer", self.dp_optimizer, DP_OPTIMIZERS),
             ("dp_filter", self.dp_filter, DP_FILTERS),

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from hf_dpmuon.accounting import round_up_fixed
+from hf_dpmuon.rounding import round_up_fixed
 
 __all__ = ["Interrupt", "PrivacyProgressCallback", "StopCallback"]
 

@@ -38,7 +38,6 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from safetensors import SafetensorError, safe_open
 
-from hf_dpmuon.accounting import percent_up, round_up, round_up_fixed
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
 from hf_dpmuon.model_card import (
     CARD_FILE,
@@ -52,6 +51,7 @@ from hf_dpmuon.model_card import (
     verify_weights,
 )
 from hf_dpmuon.networks import ResidualNetwork
+from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
 
 __all__ = [
     "PUSHED_FILES",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_dpmuon.files import write_json
+from hf_dpmuon.files import FOR_OWNER, write_json
 
 __all__ = ["SecretKeys", "StartKey"]
 
@@ -86,7 +86,7 @@ class SecretKeys:
         starts = {} if is_first else self._read()["starts"]
         starts[start] = {"key": key.key.hex(), "circumstances": key.circumstances}
         kept = {"partition": _digest(partition), "starts": starts}
-        write_json(self.folder / KEYS_FILE, kept, secret=True)
+        write_json(self.folder / KEYS_FILE, kept, mode=FOR_OWNER)
 
     def _read(self) -> Mapping[str, Any]:
         path = self.folder / KEYS_FILE

@@ -18,15 +18,20 @@ Guarantees:
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, epsilon_bound, group_epsilon
-from hf_dpmuon.mechanism import NoiseEvent
+from hf_dpmuon.accounting import (
+    EpsilonBound,
+    NoiseEvent,
+    SampledGaussian,
+    epsilon_bound,
+)
+from hf_dpmuon.files import FOR_OWNER, sync_folder, write_whole
+from hf_dpmuon.group_privacy import group_epsilon
 
 __all__ = ["RunFacts", "PrivacyLedger"]
 
@@ -108,7 +113,7 @@ class PrivacyLedger:
                 "output folder."
             ) from None
         os.close(descriptor)
-        _sync_folder(Path(path).parent)
+        sync_folder(Path(path).parent)
         return cls(path)
 
     @classmethod
@@ -262,17 +267,7 @@ class PrivacyLedger:
         path = Path(path)
         with open(self.path, "rb") as source:
             whole_lines = source.read(self._size)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as target:
-                target.write(whole_lines)
-                target.flush()
-                os.fsync(target.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        _sync_folder(path.parent)
+        write_whole(path, whole_lines, mode=FOR_OWNER)
 
     @property
     def _facts(self) -> RunFacts:
@@ -393,12 +388,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
     """``os.write`` to the end: a nearly full disk takes a part without an error."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a new name in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

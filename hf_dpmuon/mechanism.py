@@ -23,7 +23,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,36 +30,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
 
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.randomness import keyed_generator
 
-__all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
+__all__ = ["Clipping", "GaussianMechanism", "clip_factors"]
 
 Clipping = Literal["flat", "per_layer", "automatic"]
 
 LEAST_FACTOR = 1e-30  # also divided by a loss scale, float32 holds it with all its digits
 AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)
-
-
-@dataclass(frozen=True)
-class NoiseEvent:
-    """One draw of noise: what the accountant and an auditor need to know of it.
-
-    Attributes:
-        step: Logical step, from 1.
-        noise_multiplier: sigma, the noise's standard deviation in units of ``max_grad_norm``.
-        sample_rate: Inclusion probability q of each privacy unit in this step.
-        max_grad_norm: C, the bound on one unit's contribution to the sum.
-        clipping: The rule that enforces the bound.
-        digest: SHA-256 of the released gradient; a function of the release, so free of cost.
-    """
-
-    step: int
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    clipping: str
-    digest: str
 
 
 def clip_factors(

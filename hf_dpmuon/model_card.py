@@ -28,16 +28,11 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-from hf_dpmuon.accounting import (
-    SampledGaussian,
-    membership_tpr,
-    percent_up,
-    round_up,
-    round_up_fixed,
-    sharper_membership_tpr,
-)
+from hf_dpmuon.accounting import SampledGaussian
+from hf_dpmuon.figures import draw_epsilon
 from hf_dpmuon.ledger import PrivacyLedger
-from hf_dpmuon.metrics import can_plot, save_figure
+from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
+from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
 
 __all__ = [
     "PrivacyReport",
@@ -359,23 +354,7 @@ def plot_epsilon(ledger: PrivacyLedger, path: Path) -> bool:
     Raises:
         ValueError: If the ledger holds no run.
     """
-    if not can_plot():
-        return False
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    draws, epsilons = zip(*epsilon_curve(ledger), strict=True)
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(draws, epsilons)
-    axes.set_xlabel("noise draws (steps)")
-    axes.set_ylabel(f"epsilon at delta = {round_up(ledger.runs[-1].delta)}")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    save_figure(figure, path)
-    return True
+    return draw_epsilon(epsilon_curve(ledger), delta=ledger.runs[-1].delta, path=path)
 
 
 def build_model_card(

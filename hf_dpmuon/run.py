@@ -23,18 +23,18 @@ from typing import Any, TypeVar
 import numpy as np
 from accelerate.utils import broadcast_object_list
 
-from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.arguments import METHOD_SETTINGS, DPTrainingArguments
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
-from hf_dpmuon.mechanism import NoiseEvent
+from hf_dpmuon.plan import PrivacyPlan, affordable_steps
 from hf_dpmuon.randomness import keyed_generator, new_key
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS
 from hf_dpmuon.units import PrivacyUnits
 
-__all__ = ["PrivacyPlan", "PrivateRun"]
+__all__ = ["PrivateRun"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,72 +58,6 @@ FIXED_SETTINGS = (
 NOISE_SETTINGS = ("per_sample_max_grad_norm", "logical_batch_size")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class PrivacyPlan:
-    """The run as the accountant sees it, fixed before the first image is used.
-
-    Attributes:
-        num_units: N, the number of privacy units.
-        sample_rate: q = logical_batch_size / N, exact.
-        steps: T, the number of logical steps.
-        delta: Of the guarantee.
-        noise_multiplier: sigma.
-    """
-
-    num_units: int
-    sample_rate: float
-    steps: int
-    delta: float
-    noise_multiplier: float
-
-    def noise_std(self, max_grad_norm: float) -> float:
-        """Of the noise in each entry of a release."""
-        return self.noise_multiplier * max_grad_norm / (self.sample_rate * self.num_units)
-
-    @classmethod
-    def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
-        """Derive the plan from the arguments and the number of privacy units.
-
-        Raises:
-            ValueError: If q would exceed 1, or delta is not below 1/N.
-        """
-        sample_rate = args.logical_batch_size / num_units
-        if sample_rate > 1:
-            raise ValueError(
-                f"logical_batch_size={args.logical_batch_size} exceeds the {num_units} privacy "
-                f"units of the training data; set at most {num_units}."
-            )
-        delta = 1 / (10 * num_units) if args.target_delta is None else args.target_delta
-        if not 0 < delta < 1 / num_units:
-            raise ValueError(
-                f"target_delta={delta} must be below 1/N = {1 / num_units:.3g}, or a guarantee "
-                "could publish one record in full; leave it unset for 1/(10 N)."
-            )
-        steps = (
-            args.max_steps
-            if args.max_steps > 0
-            else num_steps(num_epochs=args.num_train_epochs, sample_rate=sample_rate)
-        )
-        if args.noise_multiplier is not None:
-            sigma = args.noise_multiplier
-        else:
-            assert args.target_epsilon is not None
-            sigma = calibrate_noise_multiplier(
-                target_epsilon=args.target_epsilon,
-                target_delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=args.accountant,
-            )
-        return cls(
-            num_units=num_units,
-            sample_rate=sample_rate,
-            steps=steps,
-            delta=delta,
-            noise_multiplier=sigma,
-        )
 
 
 @dataclass(frozen=True)
@@ -163,7 +97,16 @@ class PrivateRun:
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
-        self.plan = PrivacyPlan.from_arguments(args, num_units=num_units)
+        self.plan = PrivacyPlan.solve(
+            num_units=num_units,
+            logical_batch_size=args.logical_batch_size,
+            target_epsilon=args.target_epsilon,
+            noise_multiplier=args.noise_multiplier,
+            steps=args.max_steps if args.max_steps > 0 else None,
+            num_epochs=args.num_train_epochs,
+            delta=args.target_delta,
+            accountant=args.accountant,
+        )
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps

@@ -44,8 +44,9 @@ from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
 from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
 from hf_dpmuon.optim import KnownNoise, routing_table
+from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
-from hf_dpmuon.run import PrivacyPlan, PrivateRun
+from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 from hf_dpmuon.training import checkpoints, checks
 from hf_dpmuon.training.loader import build_loader
@@ -172,6 +173,7 @@ class DPTrainer(PublishingTrainer):
             optimizers=optimizers,
         )
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
+        checks.check_scheduler(self.lr_scheduler, self.args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:

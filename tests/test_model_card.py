@@ -14,16 +14,10 @@ from huggingface_hub import ModelCard, metadata_load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_dpmuon.accounting import (
-    SampledGaussian,
-    epsilon_bound,
-    group_epsilon,
-    membership_tpr,
-    percent_up,
-    round_up,
-)
+from hf_dpmuon.accounting import NoiseEvent, SampledGaussian, epsilon_bound
+from hf_dpmuon.group_privacy import group_epsilon
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
-from hf_dpmuon.mechanism import NoiseEvent
+from hf_dpmuon.membership import membership_tpr
 from hf_dpmuon.model_card import (
     PrivacyReport,
     build_model_card,
@@ -37,6 +31,7 @@ from hf_dpmuon.model_card import (
     verify_report,
     verify_weights,
 )
+from hf_dpmuon.rounding import percent_up, round_up
 
 FACTS = RunFacts(
     delta=1e-5,

@@ -482,7 +482,7 @@ def rows_of(trainer: DPTrainer, **settings: Any) -> list[int]:
     """Rows that a run asks for."""
     trainer.train_dataset.asked.clear()
     trainer.train(**settings)
-    return trainer.train_dataset.asked
+    return list(trainer.train_dataset.asked)
 
 
 def test_a_checkpoint_saved_in_mid_replay_remembers_what_is_still_to_be_repeated(tmp_path):

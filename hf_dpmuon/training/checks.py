@@ -13,8 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import ConcatDataset, Subset
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.optimization import GreedyLR
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageExamples, RepeatedUnit
@@ -26,6 +28,7 @@ __all__ = [
     "check_datasets",
     "check_not_overridden",
     "check_optimizer",
+    "check_scheduler",
     "check_units",
 ]
 
@@ -91,6 +94,17 @@ def check_callbacks(callbacks: Iterable[TrainerCallback], args: DPTrainingArgume
         raise ValueError(
             "EarlyStoppingCallback lets the evaluation split choose the released model at no "
             "counted cost; set public_eval_split=True if that split is public data."
+        )
+
+
+def check_scheduler(scheduler: Any, args: DPTrainingArguments) -> None:
+    """Refuse a schedule that results on data that is not declared public would steer."""
+    steered = isinstance(scheduler, ReduceLROnPlateau | GreedyLR)
+    if steered and not args.public_eval_split:
+        raise ValueError(
+            f"{type(scheduler).__name__} lets the evaluation split steer the learning rate at no "
+            "counted cost; set public_eval_split=True if that split is public data, or hand in "
+            "another scheduler."
         )
 
 

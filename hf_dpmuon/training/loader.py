@@ -9,10 +9,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import SeededRows
-from hf_dpmuon.run import PrivacyPlan
+from hf_dpmuon.plan import PrivacyPlan, steps_per_epoch
 from hf_dpmuon.sampling import LogicalBatchLoader, PoissonSampler
 from hf_dpmuon.units import PrivacyUnits
 

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.filters import GradientFilter, moved_to
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.mechanism import GaussianMechanism, NoiseEvent
+from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.randomness import keyed_generator, seeded_globals
 from hf_dpmuon.sampling import LogicalBatch
 from hf_dpmuon.training.release import ReleaseGate
 
 if TYPE_CHECKING:  # a step needs no framework to run
     from hf_dpmuon.arguments import DPTrainingArguments
-    from hf_dpmuon.run import PrivacyPlan
+    from hf_dpmuon.plan import PrivacyPlan
 
 __all__ = ["BudgetSpentError", "PrivateStep"]
 
