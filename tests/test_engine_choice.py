@@ -60,7 +60,7 @@ def test_a_step_s_peak_grows_by_the_same_with_each_row(engine_class):
     def step(size: int) -> None:
         images, labels = torch.randn(size, 3, 32, 32), torch.zeros(size, dtype=torch.int64)
         F.cross_entropy(engine(images).logits, labels, reduction="sum").backward()
-        norms = engine.per_sample_norms()
+        norms = engine.per_unit_norms()
         engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
         engine.discard()
         gc.collect()

@@ -214,12 +214,12 @@ def test_k267_the_trial_of_one_row_leaves_no_trace() -> None:
         engine.discard()
         torch.manual_seed(3)
         backward(engine, images, labels)
-        sums.append(torch.stack(list(engine.per_sample_norms().values())))
+        sums.append(torch.stack(list(engine.per_unit_norms().values())))
         engine.close()
     torch.manual_seed(3)
     engine = HooksGradSampleModule(model)
     backward(engine, images, labels)
-    torch.testing.assert_close(torch.stack(list(engine.per_sample_norms().values())), sums[0])
+    torch.testing.assert_close(torch.stack(list(engine.per_unit_norms().values())), sums[0])
 
 
 # ---- mutants ----

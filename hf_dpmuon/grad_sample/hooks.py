@@ -252,7 +252,7 @@ class HooksGradSampleModule(PerSampleEngine):
                 "grad_sample_mode='bookkeeping'."
             )
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         self._check_complete()
         norms = {name: row_norms(gradient).to(gradient.dtype) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:

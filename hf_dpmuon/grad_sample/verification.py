@@ -81,7 +81,7 @@ def verify_per_sample_gradients(
         weights = torch.zeros(size, device=loss.device)
         weights[rows.index(0) * copies :][:copies] = 1.0
         into = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        reached = engine.per_sample_norms()
+        reached = engine.per_unit_norms()
         dead.difference_update(reached)
         engine.add_weighted_sum(dict.fromkeys(reached, weights), into=into)
         engine.discard()

@@ -125,7 +125,7 @@ class Trial:
             with self.autocast():
                 loss = self.loss(engine, batch)
             (loss * (size * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
-            norms = engine.per_sample_norms()
+            norms = engine.per_unit_norms()
             engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
             engine.discard()
 
