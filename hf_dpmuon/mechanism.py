@@ -174,7 +174,7 @@ class GaussianMechanism:
         """
         self._check_trainable_set()
         with torch.autocast(self._total.device.type, enabled=False):
-            scaled = self.module.per_sample_norms()
+            scaled = self.module.per_unit_norms()
             if scaled:
                 factors = clip_factors(
                     {name: norm / self.loss_scale for name, norm in scaled.items()},

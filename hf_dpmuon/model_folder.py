@@ -20,7 +20,7 @@ from hf_dpmuon import model_card
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.files import write_json
 from hf_dpmuon.ledger import PrivacyLedger
-from hf_dpmuon.models import LoadedModel, save_model
+from hf_dpmuon.models import LoadedModel, save_model, ties_written_out, validate_model
 
 __all__ = ["ModelFolder", "public_name"]
 
@@ -72,6 +72,7 @@ class ModelFolder:
                 model.config.problem_type = "multi_label_classification"
             multi_label = model.config.problem_type == "multi_label_classification"
         else:
+            validate_model(model)
             raise ValueError(
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
@@ -107,7 +108,8 @@ class ModelFolder:
             if isinstance(self.model, LoadedModel):
                 save_model(self.model, staging)
             else:
-                self.model.save_pretrained(staging)
+                with ties_written_out(self.model):
+                    self.model.save_pretrained(staging)
                 if self.processor is not None:
                     self.processor.save_pretrained(staging)
             if ledger is not None and len(ledger) > 0:

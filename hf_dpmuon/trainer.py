@@ -15,7 +15,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
-from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
 from hf_dpmuon.optim import KnownNoise, routing_table
 from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
@@ -424,7 +424,7 @@ class DPTrainer(PublishingTrainer):
         if self._taken >= self.plan.steps or not self.privacy_run.may_start():
             return self._finish_without_a_step(checkpoint)
         try:
-            with self._interrupt:
+            with self._interrupt, self._checkpointing():
                 output: TrainOutput = super().train(
                     resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
                     ignore_keys_for_eval=ignore_keys_for_eval,
@@ -438,6 +438,21 @@ class DPTrainer(PublishingTrainer):
         metrics = {name: v for name, v in output.metrics.items() if name not in TELLING}
         return TrainOutput(output.global_step, loss, metrics)
 
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Ask a model that is not Hugging Face's for what the base class would ask it otherwise."""
+        asked = self.args.activation_checkpointing
+        if not asked or isinstance(self.model, PreTrainedModel):
+            yield
+            return
+        set_activation_checkpointing(self.model, True)
+        self.args.activation_checkpointing = False
+        try:
+            yield
+        finally:
+            self.args.activation_checkpointing = asked
+            set_activation_checkpointing(self.model, False)
+
     def _take_down(self) -> None:
         """Leave model, optimizer and workers as if no private step had been prepared."""
         if self._batches is not None:
@@ -446,7 +461,7 @@ class DPTrainer(PublishingTrainer):
             self._step.gate.close()
             self._step = None
         if isinstance(self.model_wrapped, PerSampleEngine):
-            self.model_wrapped.to_standard_module()
+            self.model_wrapped.close()
         self.model_wrapped = self.model
 
     def _check_rows(self) -> None:

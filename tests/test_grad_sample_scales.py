@@ -145,7 +145,7 @@ def check(
     truth = gradients(model, x, g)
     engine = engine_class(model.train())
     (engine(x) * g).sum().backward()
-    norms = engine.per_sample_norms()
+    norms = engine.per_unit_norms()
     engine.discard()
     for name, said in norms.items():
         for i, of_row in enumerate(truth):

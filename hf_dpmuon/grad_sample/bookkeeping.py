@@ -239,7 +239,7 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
             uses[:] = [combine(uses).held()]
         return uses[0]
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         self._check_complete()
         norms = {}
         for name, p in self._trainable.items():
@@ -338,7 +338,7 @@ class GhostGradSampleModule(_InterceptingEngine):
             self._going_back = False
         self._check_complete()
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         reused = None
         while reused != self._reused:  # a second time if a parameter turns out to be used twice
             reused = set(self._reused)

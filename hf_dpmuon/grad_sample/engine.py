@@ -28,7 +28,7 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     """A model wrapped so that each privacy unit's gradient can be clipped before it is summed.
 
     Per physical batch: ``set_units`` where a unit owns several rows; ``passes`` times a forward
-    pass through the engine and a backward pass of its loss summed over rows; ``per_sample_norms``;
+    pass through the engine and a backward pass of its loss summed over rows; ``per_unit_norms``;
     ``add_weighted_sum``; ``discard``. The gradients of the passes, and of the rows of a unit, add
     up before a norm is taken.
 
@@ -73,7 +73,7 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
                 self._row_weights = 1 / rows_of_unit[unit_of_row].double()
 
     @abstractmethod
-    def per_sample_norms(self) -> dict[str, Tensor]:
+    def per_unit_norms(self) -> dict[str, Tensor]:
         """Norm of each unit's gradient, per parameter reached by the last passes.
 
         Returns:
@@ -101,6 +101,11 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     @abstractmethod
     def discard(self) -> None:
         """Drop all gradients, the units, and whatever an unfinished or foreign pass left."""
+
+    def close(self) -> None:
+        """Leave the model as if it had never been wrapped: no hook, gradient or state of ours."""
+        self.discard()
+        self.to_standard_module()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; here they are never zeroed in place."""
