@@ -44,6 +44,7 @@ __all__ = [
     "load_model",
     "save_model",
     "set_activation_checkpointing",
+    "unlike_architecture",
     "ties_written_out",
     "validate_model",
     "ParameterRole",
@@ -185,6 +186,40 @@ def _save(loaded: LoadedModel, folder: str | Path) -> None:
             "crop_mode": "squash",
         },
     )
+
+
+def unlike_architecture(folder: Path, found: set[str]) -> set[str]:
+    """Return the tensors that a folder's files or its architecture have alone; nothing is loaded.
+
+    Args:
+        folder: It holds a configuration, which anybody may have written.
+        found: The names of the tensors in its files.
+    """
+    config = _stored_config(str(folder))
+    if "architecture" in config:
+        import timm
+
+        settings = {"num_classes": config["num_classes"], **config.get("model_args", {})}
+        with torch.device("meta"):
+            return found ^ set(timm.create_model(config["architecture"], **settings).state_dict())
+    if "residual_network" in config:
+        with torch.device("meta"):
+            network = ResidualNetwork(
+                config["residual_network"],
+                num_classes=len(config["label_names"]),
+                num_channels=config["image_format"]["num_channels"],
+            )
+        return found ^ set(network.state_dict())
+    # Loaded and not compared, since transformers renames tensors when it saves them.
+    _, info = AutoModelForImageClassification.from_pretrained(
+        folder,
+        device_map="meta",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    return {*info["unexpected_keys"], *info["missing_keys"]}
 
 
 # Loading

@@ -44,9 +44,9 @@ from transformers import (
 )
 
 import hf_dpmuon
-from hf_dpmuon import hub
+from hf_dpmuon import hub, public_files
 from hf_dpmuon.data import ImageFormat
-from hf_dpmuon.model_card import hash_weights
+from hf_dpmuon.model_card import hash_weights, plain
 from hf_dpmuon.models import load_model, save_model
 from hf_dpmuon.publishing_trainer import PublishingTrainer
 
@@ -363,12 +363,12 @@ def test_local_paths_do_not_leave(server, folder, path):
     change(folder / "config.json", id2label={"0": path, "1": "b", "2": "c"})
     card = folder / "README.md"
     text = card.read_text()
-    card.write_text(f"{text}\nClasses: {hub.plain(path)}, b, c\n")
+    card.write_text(f"{text}\nClasses: {plain(path)}, b, c\n")
     hub.push_folder(folder, "scans")
     sent = len(server.requests)
     (folder / "config.json").write_text(json.dumps(config))
     if path in PATHS:
-        for shown in (path, hub.plain(path), f"`{path}`"):
+        for shown in (path, plain(path), f"`{path}`"):
             card.write_text(f"{text}\nBase model: {shown}\n")
             with pytest.raises(ValueError, match=r"README\.md names the local path"):
                 hub.push_folder(folder, "scans")
@@ -407,7 +407,7 @@ def test_what_libraries_write_names_no_local_path(config, tmp_path):
             config._name_or_path = "google/vit-base-patch16-224"
         values = [json.loads(config.to_json_string())]
     for value in values:
-        assert list(hub._local_paths(value, hub.LABEL_KEYS)) == []
+        assert list(public_files._local_paths(value, public_files.LABEL_KEYS)) == []
 
 
 def test_weights_carry_nothing_else(server, folder):
