@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
-from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise
+from hf_dpmuon.known_noise import KnownNoise
+from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
 from hf_dpmuon.spectral import SPECTRAL_MAPS
 
 NOISE = KnownNoise(1e-3)
@@ -126,7 +127,7 @@ def build(name: str, matrices: list[nn.Parameter], vectors: list[nn.Parameter]) 
         "DPAdam": lambda: DPAdam(everything).step,
         "DPAdam corrected": lambda: DPAdam(everything, noise=NOISE).step,
         "DPMuon": lambda: DPMuon(spectral).step,
-        "DPMuon you": lambda: DPMuon(spectral, ns_coefficients="you").step,
+        "DPMuon you": lambda: DPMuon(spectral, ns_coefficients="quintic_tuned").step,
         "DPMuon bfloat16": lambda: DPMuon(spectral, ns_dtype=torch.bfloat16).step,
         "DPMuonS": lambda: DPMuonS(spectral).step,
         "DPMuonS corrected": lambda: DPMuonS(spectral, noise=NOISE).step,

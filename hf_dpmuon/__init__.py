@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         class_weights,
         load_image_dataset,
     )
-    from hf_dpmuon.diagnostics import signal_to_noise
     from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
     from hf_dpmuon.grad_sample import (
         BookKeepingGradSampleModule,
@@ -25,9 +24,11 @@ if TYPE_CHECKING:
     )
     from hf_dpmuon.group_privacy import group_epsilon
     from hf_dpmuon.hub import push_folder
+    from hf_dpmuon.known_noise import KnownNoise, signal_to_noise
     from hf_dpmuon.ledger import PrivacyLedger
     from hf_dpmuon.mechanism import GaussianMechanism
     from hf_dpmuon.membership import membership_tpr
+    from hf_dpmuon.methods import Method, create_optimizer
     from hf_dpmuon.metrics import build_metrics, plot_confusion
     from hf_dpmuon.model_card import (
         build_model_card,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         read_report,
     )
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
-    from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
+    from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
     from hf_dpmuon.plan import PrivacyPlan, calibrate_noise_multiplier, num_steps
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
     from hf_dpmuon.spectral import (
@@ -55,7 +56,8 @@ _ROOMS = {
     "plan": ("PrivacyPlan", "calibrate_noise_multiplier", "num_steps"),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "class_weights", "load_image_dataset"),
-    "diagnostics": ("signal_to_noise",),
+    "known_noise": ("KnownNoise", "signal_to_noise"),
+    "methods": ("Method", "create_optimizer"),
     "filters": ("GradientFilter", "KalmanFilter", "LowPassFilter"),
     "grad_sample": (
         "BookKeepingGradSampleModule",
@@ -68,7 +70,7 @@ _ROOMS = {
     "metrics": ("build_metrics", "plot_confusion"),
     "model_card": ("build_model_card", "plot_epsilon", "privacy_report", "read_report"),
     "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
-    "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD", "KnownNoise", "create_optimizer"),
+    "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD"),
     "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
     "units": ("PrivacyUnits",),
     "spectral": ("newton_schulz", "polar_factor", "shrink_singular_values", "spectral_map"),
@@ -95,6 +97,7 @@ __all__ = [
     "LogicalBatch",
     "LogicalBatchLoader",
     "LowPassFilter",
+    "Method",
     "ModelArguments",
     "PoissonSampler",
     "PrivacyLedger",

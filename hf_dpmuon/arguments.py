@@ -20,57 +20,26 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 import yaml
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
 from hf_dpmuon.accounting import Accountant
-from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
-from hf_dpmuon.optim import (
-    ADJUST_LR,
-    DP_OPTIMIZERS,
-    KnownNoise,
-    check_method,
-    create_optimizer,
-)
-from hf_dpmuon.spectral import COEFFICIENTS
+from hf_dpmuon.methods import Method
 
 __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
 
-# Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
-# DP-Muon-S steps in the units of DP-SGD.
-LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
 # Of which one says what the other would.
 ALTERNATIVES = (
     ("target_epsilon", "noise_multiplier"),
     ("max_steps", "num_train_epochs"),
     ("eval_split", "eval_fraction"),
     ("label_column", "label_columns"),
-)
-DP_FILTERS = ("none", "doppler", "disk")
-FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
-OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
-# What a method's optimizer is made of, beside its learning rates.
-METHOD_SETTINGS = (
-    "dp_optimizer",
-    "orthogonalize_head",
-    "orthogonalize_patch_embedding",
-    "spectral_map",
-    "ns_coefficients",
-    "ns_steps",
-    "ns_bf16",
-    "adjust_lr",
-    "muon_momentum",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
 )
 
 
@@ -323,14 +292,16 @@ class DPTrainingArguments(TrainingArguments):
         metadata={"help": "Under muon, muon_s: whether the patch embedding is, too."},
     )
     ns_coefficients: str = field(
-        default="keller",
-        metadata={"help": "Newton-Schulz table: keller (the paper's), you or polar_express."},
+        default="quintic",
+        metadata={
+            "help": "Newton-Schulz table: quintic (the paper's), quintic_tuned or polar_express."
+        },
     )
     ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations."})
     ns_bf16: bool = field(
         default=False, metadata={"help": "Newton-Schulz iterations in bfloat16; on CUDA only."}
     )
-    adjust_lr: str | None = field(
+    adjust_lr_fn: str | None = field(
         default=None,
         metadata={
             "help": "Factor for rectangular matrices: paper (default of muon), original (of "
@@ -457,9 +428,6 @@ class DPTrainingArguments(TrainingArguments):
                 "> 0, for instance 1.0."
             )
         for name, number, least in (
-            ("learning_rate", self.learning_rate, 0.0),
-            ("vector_learning_rate", self.vector_learning_rate, 0.0),
-            ("weight_decay", self.weight_decay, 0.0),
             ("per_device_train_batch_size", self.per_device_train_batch_size, 1),
             ("per_device_eval_batch_size", self.per_device_eval_batch_size, 1),
             ("dataloader_num_workers", self.dataloader_num_workers, 0),
@@ -489,44 +457,13 @@ class DPTrainingArguments(TrainingArguments):
             ("clipping", self.clipping, get_args(Clipping)),
             ("accountant", self.accountant, get_args(Accountant)),
             ("grad_sample_mode", self.grad_sample_mode, (*ENGINES, "auto")),
-            ("dp_optimizer", self.dp_optimizer, DP_OPTIMIZERS),
-            ("dp_filter", self.dp_filter, DP_FILTERS),
-            ("doppler_coefficients", self.doppler_coefficients, tuple(LOW_PASS)),
-            ("ns_coefficients", self.ns_coefficients, tuple(COEFFICIENTS)),
-            ("adjust_lr", self.adjust_lr, (None, *ADJUST_LR)),
         ):
             if value not in legal:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, legal))}.")
-        check_method(correct_for_noise=self.correct_for_noise, **self._method())
-        for name, default, owner in (
-            ("doppler_coefficients", "ema_0.9", "doppler"),
-            ("disk_kappa", 0.7, "disk"),
-            ("disk_gamma", None, "disk"),
-        ):
-            value = getattr(self, name)
-            if value != default and self.dp_filter != owner:
-                raise ValueError(
-                    f"{name}={value!r} has no effect under dp_filter={self.dp_filter!r}; set "
-                    f"dp_filter={owner!r} or leave it {default!r}."
-                )
-        if self.sgd_momentum is not None and self.dp_optimizer == "adam":
-            raise ValueError(
-                f"sgd_momentum={self.sgd_momentum} has no effect under dp_optimizer='adam'; leave "
-                "it unset."
-            )
-        if self.learning_rate is None:
-            self.learning_rate = LEARNING_RATES[self.dp_optimizer]
-        if self.sgd_momentum is None:
-            self.sgd_momentum = 0.9 if self.dp_filter == "none" else 0.0
-        for name in ("sgd_momentum", "muon_momentum", "adam_beta1", "adam_beta2"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must be in [0, 1).")
-        if not self.adam_epsilon > 0:
-            raise ValueError(f"adam_epsilon={self.adam_epsilon} must be > 0.")
-        if self.ns_steps < 1:
-            raise ValueError(f"ns_steps={self.ns_steps} must be >= 1.")
-        evaluations = self.build_filter([]).evaluations
+        self.method = Method.of(vars(self))
+        self.learning_rate = self.method.learning_rate
+        self.sgd_momentum = self.method.sgd_momentum
+        evaluations = self.method.filter([]).evaluations
         if evaluations > 1 and self.grad_sample_mode == "ghost":
             raise ValueError(
                 f"disk_gamma={self.disk_gamma} needs two gradient evaluations a step, whose norms "
@@ -534,32 +471,10 @@ class DPTrainingArguments(TrainingArguments):
                 "'bookkeeping'."
             )
 
-    def _method(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in METHOD_SETTINGS}
-
-    def build_optimizer(self, model: nn.Module, noise: KnownNoise) -> torch.optim.Optimizer:
-        """Build the optimizer of ``dp_optimizer`` for a model's trainable parameters.
-
-        Raises:
-            ValueError: If there is no matrix to orthogonalise.
-        """
-        assert self.learning_rate is not None
-        assert self.sgd_momentum is not None
-        return create_optimizer(
-            model,
-            learning_rate=self.learning_rate,
-            vector_learning_rate=self.vector_learning_rate,
-            weight_decay=self.weight_decay,
-            sgd_momentum=self.sgd_momentum,
-            noise=noise,
-            correct_for_noise=self.correct_for_noise,
-            **self._method(),
-        )
-
     def recipe(self) -> dict[str, Any]:
         """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
         return {
-            "method": f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}",
+            "method": self.method.name,
             "learning rate": self.learning_rate,
             "learning rate of the rest": self.vector_learning_rate,
             "schedule": SchedulerType(self.lr_scheduler_type).value,
@@ -567,20 +482,6 @@ class DPTrainingArguments(TrainingArguments):
             "expected batch size": self.logical_batch_size,
             "augmentations of an image in a step": self.augmentation_multiplicity,
         }
-
-    def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
-        """Build the filter of ``dp_filter`` for these trainable parameters.
-
-        Raises:
-            ValueError: If one of its settings is out of range.
-        """
-        match self.dp_filter:
-            case "doppler":
-                return LowPassFilter.named(self.doppler_coefficients)
-            case "disk":
-                return KalmanFilter(parameters, kappa=self.disk_kappa, gamma=self.disk_gamma)
-            case _:
-                return GradientFilter()
 
     def _check_training_loop(self) -> None:
         refused = {

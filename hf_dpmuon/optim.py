@@ -11,41 +11,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from hf_dpmuon.filters import (
-    GradientFilter,
-    LinearResponse,
-    ema,
-    heavy_ball,
-    lookahead,
-    variance_factor,
-)
-from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
+from hf_dpmuon.known_noise import KnownNoise, LinearResponse, ema, heavy_ball, lookahead
 from hf_dpmuon.spectral import (
-    COEFFICIENTS,
     NOISE_AWARE_MAPS,
     SPECTRAL_MAPS,
+    Triple,
+    coefficient_table,
     scaled_polar,
     spectral_map,
 )
 
 __all__ = [
     "ADJUST_LR",
-    "KnownNoise",
     "DPSGD",
     "DPAdam",
     "DPMuon",
     "DPMuonS",
-    "DP_OPTIMIZERS",
-    "check_method",
-    "create_optimizer",
-    "routing_table",
 ]
 
 CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack of matrices: a core's cache
@@ -58,30 +45,6 @@ ADJUST_LR: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda m, n: 0.2 * math.sqrt(max(m, n)),
     "spectral_unclamped": lambda m, n: math.sqrt(m / n),
 }
-
-
-@dataclass(frozen=True)
-class KnownNoise:
-    """What is publicly known of the noise in the gradients that an optimizer reads.
-
-    Attributes:
-        std: Of the noise in every entry of a release, >= 0; ``GaussianMechanism.noise_std``.
-        filter: What the gradient passed through since its release.
-    """
-
-    std: float
-    filter: LinearResponse = GradientFilter.response
-
-    def __post_init__(self) -> None:
-        _check("std", self.std, low=0.0)
-
-    def variance(self, step: int) -> float:
-        """Of every entry of the gradient at ``step``, from 1."""
-        return self.std**2 * variance_factor([self.filter], step)
-
-    def std_after(self, momentum: LinearResponse, step: int) -> float:
-        """Of every entry of the momentum at ``step``, from 1."""
-        return self.std * math.sqrt(variance_factor([self.filter, momentum], step))
 
 
 def _check(name: str, value: float, *, low: float, high: float = math.inf) -> None:
@@ -173,18 +136,18 @@ def muon_update(
     gradients: list[Tensor],
     buffers: list[Tensor],
     *,
-    momentum: Callable[[list[Tensor], list[Tensor]], list[Tensor]],
+    momentum: Momentum,
     direction: Callable[[Tensor], Tensor],
     lr: float,
     weight_decay: float,
-    adjust_lr: str,
+    adjust_lr_fn: str,
     blocks: int,
 ) -> None:
     """Step of every matrix along its mapped momentum: W <- (1 - lr wd) W - lr factor map(M).
 
     Matrices of one shape go through ``direction`` as one stack, which on a CPU is cut into pieces
     of a core's cache. With several processes each maps its share of the stacks, then one sum over
-    processes hands all images to all of them: every image has one owner, the others add zeros.
+    processes hands all directions to all of them: each has one owner, the others add zeros.
 
     Args:
         parameters: Of two or more dimensions; each is the matrix of its first by all others.
@@ -194,7 +157,7 @@ def muon_update(
         direction: From a stack (k, m, n) to a new one.
         lr: Learning rate.
         weight_decay: Decoupled.
-        adjust_lr: A key of ``ADJUST_LR``.
+        adjust_lr_fn: A key of ``ADJUST_LR``.
         blocks: Number of matrices that each parameter stacks along its first dimension.
     """
     weights = [p.contiguous() for p in parameters]  # copies only where a layout is another
@@ -209,9 +172,9 @@ def muon_update(
         momenta = momentum([G[i] for i in part], [M[i] for i in part])
         if number % processes != rank:
             continue
-        images = direction(torch.stack(momenta) if len(part) > 1 else momenta[0][None])
-        images.mul_(-lr * ADJUST_LR[adjust_lr](*images.shape[1:]))
-        torch._foreach_add_([(steps or targets)[i] for i in part], list(images))
+        directions = direction(torch.stack(momenta) if len(part) > 1 else momenta[0][None])
+        directions.mul_(-lr * ADJUST_LR[adjust_lr_fn](*directions.shape[1:]))
+        torch._foreach_add_([(steps or targets)[i] for i in part], list(directions))
     if shared is not None:
         distributed.all_reduce(shared)
         torch._foreach_add_(targets, steps)
@@ -255,6 +218,7 @@ BUFFERS = {  # what each rule keeps of a parameter
     "muon": ("momentum_buffer",),
     "muon_s": ("momentum_buffer",),
 }
+Momentum = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
 OF_THE_RUN = frozenset({"params", "lr"})  # entries of a group that a checkpoint brings
 
 
@@ -525,8 +489,8 @@ class _MatrixOptimizer(_PrivateOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        _check_name("adjust_lr", group["adjust_lr"], ADJUST_LR)
-        _check_name("ns_coefficients", group["ns_coefficients"], COEFFICIENTS)
+        _check_name("adjust_lr_fn", group["adjust_lr_fn"], ADJUST_LR)
+        coefficient_table(group["ns_coefficients"])
         for name in ("ns_steps", "blocks"):
             if group[name] < 1:
                 raise ValueError(f"{name}={group[name]} must be >= 1.")
@@ -544,8 +508,42 @@ class _MatrixOptimizer(_PrivateOptimizer):
                     f"blocks={group['blocks']} equal matrices."
                 )
 
-    def _noise_std(self, momentum: LinearResponse, step: int) -> float | None:
-        return None if self.noise is None else self.noise.std_after(momentum, step)
+    def _step_group(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        steps: int,
+    ) -> None:
+        if group["rule"] == "sgd":
+            super()._step_group(group, parameters, gradients, steps)
+            return
+        response, momentum = self._momentum(group)
+        muon_update(
+            parameters,
+            gradients,
+            self._buffers(parameters, "momentum_buffer"),
+            momentum=momentum,
+            direction=partial(
+                self._map(group),
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                noise_std=None if self.noise is None else self.noise.std_after(response, steps),
+                dtype=self.ns_dtype,
+            ),
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+            blocks=group["blocks"],
+        )
+
+    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+        """What the momentum does to the noise, and the momentum."""
+        raise NotImplementedError
+
+    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        """From momentum to direction."""
+        raise NotImplementedError
 
 
 class DPMuon(_MatrixOptimizer):
@@ -563,8 +561,8 @@ class DPMuon(_MatrixOptimizer):
         nesterov: Whether the average looks ahead (the paper's does).
         weight_decay: Decoupled, >= 0, of matrices.
         ns_steps: Newton-Schulz iterations.
-        ns_coefficients: Name of the coefficient table.
-        adjust_lr: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
+        ns_coefficients: Name of a coefficient table, or one triple (a, b, c) for all steps.
+        adjust_lr_fn: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
         spectral_map: Name of the direction; see ``spectral.spectral_map``.
         noise: Public level of the noise, for the maps that use it.
         ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
@@ -584,8 +582,8 @@ class DPMuon(_MatrixOptimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
-        ns_coefficients: str = "keller",
-        adjust_lr: str = "paper",
+        ns_coefficients: str | Triple = "quintic",
+        adjust_lr_fn: str = "paper",
         spectral_map: str = "newton_schulz",
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
@@ -598,7 +596,7 @@ class DPMuon(_MatrixOptimizer):
             "weight_decay": weight_decay,
             "ns_steps": ns_steps,
             "ns_coefficients": ns_coefficients,
-            "adjust_lr": adjust_lr,
+            "adjust_lr_fn": adjust_lr_fn,
             "spectral_map": spectral_map,
         }
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
@@ -612,36 +610,13 @@ class DPMuon(_MatrixOptimizer):
                 "level of the noise in the gradients."
             )
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        steps: int,
-    ) -> None:
-        if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients, steps)
-            return
+    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
         beta, nesterov = group["momentum"], group["nesterov"]
-        noise_std = self._noise_std(lookahead(beta) if nesterov else ema(beta), steps)
-        muon_update(
-            parameters,
-            gradients,
-            self._buffers(parameters, "momentum_buffer"),
-            momentum=partial(average_update, momentum=beta, nesterov=nesterov),
-            direction=partial(
-                spectral_map,
-                name=group["spectral_map"],
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                noise_std=noise_std,
-                dtype=self.ns_dtype,
-            ),
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            adjust_lr=group["adjust_lr"],
-            blocks=group["blocks"],
-        )
+        response = lookahead(beta) if nesterov else ema(beta)
+        return response, partial(average_update, momentum=beta, nesterov=nesterov)
+
+    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        return partial(spectral_map, name=group["spectral_map"])
 
 
 class DPMuonS(_MatrixOptimizer):
@@ -656,8 +631,8 @@ class DPMuonS(_MatrixOptimizer):
         momentum: beta in [0, 1).
         weight_decay: Decoupled, >= 0, of matrices.
         ns_steps: Newton-Schulz iterations.
-        ns_coefficients: Name of the coefficient table.
-        adjust_lr: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
+        ns_coefficients: Name of a coefficient table, or one triple (a, b, c) for all steps.
+        adjust_lr_fn: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
         noise: If given, sigma_1 is cleared of what noise adds to it (``spectral.scaled_polar``).
         ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
     """
@@ -672,8 +647,8 @@ class DPMuonS(_MatrixOptimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         ns_steps: int = 5,
-        ns_coefficients: str = "keller",
-        adjust_lr: str = "original",
+        ns_coefficients: str | Triple = "quintic",
+        adjust_lr_fn: str = "original",
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -684,264 +659,13 @@ class DPMuonS(_MatrixOptimizer):
             "weight_decay": weight_decay,
             "ns_steps": ns_steps,
             "ns_coefficients": ns_coefficients,
-            "adjust_lr": adjust_lr,
+            "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        steps: int,
-    ) -> None:
-        if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients, steps)
-            return
+    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
         beta = group["momentum"]
-        muon_update(
-            parameters,
-            gradients,
-            self._buffers(parameters, "momentum_buffer"),
-            momentum=partial(heavy_ball_update, momentum=beta),
-            direction=partial(
-                scaled_polar,
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                noise_std=self._noise_std(heavy_ball(beta), steps),
-                dtype=self.ns_dtype,
-            ),
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            adjust_lr=group["adjust_lr"],
-            blocks=group["blocks"],
-        )
+        return heavy_ball(beta), partial(heavy_ball_update, momentum=beta)
 
-
-# ---- From a model to its optimizer ----
-
-DP_OPTIMIZERS = ("sgd", "adam", "muon", "muon_s")
-SPECTRAL_OPTIMIZERS = ("muon", "muon_s")
-MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
-
-
-# Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
-ITERATED_MAPS = ("newton_schulz", "polar_express", "selective")
-TABLED_MAPS = ("newton_schulz", "selective")
-
-
-def check_method(
-    *,
-    dp_optimizer: str,
-    spectral_map: str = "newton_schulz",
-    correct_for_noise: bool = False,
-    orthogonalize_head: bool = True,
-    orthogonalize_patch_embedding: bool = True,
-    ns_steps: int = 5,
-    ns_coefficients: str = "keller",
-    ns_bf16: bool = False,
-    adjust_lr: str | None = None,
-    muon_momentum: float | None = None,
-    adam_beta1: float = 0.9,
-    adam_beta2: float = 0.999,
-    adam_epsilon: float = 1e-8,
-) -> None:
-    """Refuse names that are unknown and settings, other than the defaults, without effect.
-
-    Raises:
-        ValueError: If there is one.
-    """
-    _check_name("dp_optimizer", dp_optimizer, DP_OPTIMIZERS)
-    _check_name("spectral_map", spectral_map, SPECTRAL_MAPS)
-    under = f"under dp_optimizer={dp_optimizer!r}"
-    if dp_optimizer != "muon" and spectral_map != "newton_schulz":
-        raise ValueError(
-            f"spectral_map={spectral_map!r} has no effect {under}; set dp_optimizer='muon' or "
-            "leave it 'newton_schulz'."
-        )
-    if correct_for_noise and dp_optimizer not in ("adam", "muon_s"):
-        raise ValueError(
-            f"correct_for_noise=True has no effect {under}; use 'adam' or 'muon_s', or a "
-            "spectral_map that knows the noise."
-        )
-    spectral, adam = dp_optimizer in SPECTRAL_OPTIMIZERS, dp_optimizer == "adam"
-    iterated, tabled = spectral_map in ITERATED_MAPS, spectral_map in TABLED_MAPS
-    for name, value, default, of_optimizer, of_map in (
-        ("orthogonalize_head", orthogonalize_head, True, spectral, True),
-        ("orthogonalize_patch_embedding", orthogonalize_patch_embedding, True, spectral, True),
-        ("adjust_lr", adjust_lr, None, spectral, True),
-        ("muon_momentum", muon_momentum, None, spectral, True),
-        ("ns_steps", ns_steps, 5, spectral, iterated),
-        ("ns_bf16", ns_bf16, False, spectral, iterated),
-        ("ns_coefficients", ns_coefficients, "keller", spectral, tabled),
-        ("adam_beta1", adam_beta1, 0.9, adam, True),
-        ("adam_beta2", adam_beta2, 0.999, adam, True),
-        ("adam_epsilon", adam_epsilon, 1e-8, adam, True),
-    ):
-        if value != default and not (of_optimizer and of_map):
-            where = f"under spectral_map={spectral_map!r}" if of_optimizer else under
-            raise ValueError(f"{name}={value!r} has no effect {where}; leave it {default!r}.")
-
-
-def create_optimizer(
-    model: nn.Module,
-    *,
-    dp_optimizer: str = "muon",
-    learning_rate: float,
-    vector_learning_rate: float,
-    weight_decay: float = 0.0,
-    sgd_momentum: float = 0.9,
-    orthogonalize_head: bool = True,
-    orthogonalize_patch_embedding: bool = True,
-    spectral_map: str = "newton_schulz",
-    ns_steps: int = 5,
-    ns_coefficients: str = "keller",
-    ns_bf16: bool = False,
-    adjust_lr: str | None = None,
-    muon_momentum: float | None = None,
-    adam_beta1: float = 0.9,
-    adam_beta2: float = 0.999,
-    adam_epsilon: float = 1e-8,
-    noise: KnownNoise | None = None,
-    correct_for_noise: bool = False,
-) -> torch.optim.Optimizer:
-    """Sort the trainable parameters of ``model`` into groups and build their optimizer.
-
-    Args:
-        model: The classifier.
-        dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
-            on the rest.
-        learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise.
-        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
-        weight_decay: Of matrices only.
-        sgd_momentum: Of DP-SGD steps, in [0, 1).
-        orthogonalize_head: Whether the classifier's matrix is one of them (the paper's is).
-        orthogonalize_patch_embedding: The same for the patch embedding.
-        spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: Their coefficient table.
-        ns_bf16: Whether they run in bfloat16, which is faster on CUDA only.
-        adjust_lr: Factor for rectangular matrices; None for the method's own.
-        muon_momentum: Of spectral steps, in [0, 1); None for the method's own, 0.95 of "muon" and
-            0.9 of "muon_s".
-        adam_beta1: Of the first moment of "adam", in [0, 1).
-        adam_beta2: Of the second.
-        adam_epsilon: Added to its denominator.
-        noise: Public level of the noise in the gradients, for what uses it.
-        correct_for_noise: Whether the second moment of "adam" and the largest singular value of
-            "muon_s" are corrected by ``noise``.
-
-    Returns:
-        An optimizer whose groups hold each trainable parameter exactly once.
-
-    Raises:
-        ValueError: If a name is unknown, a setting would have no effect, a noise level is missing,
-            or there is no matrix to orthogonalise.
-    """
-    check_method(
-        dp_optimizer=dp_optimizer,
-        spectral_map=spectral_map,
-        correct_for_noise=correct_for_noise,
-        orthogonalize_head=orthogonalize_head,
-        orthogonalize_patch_embedding=orthogonalize_patch_embedding,
-        ns_steps=ns_steps,
-        ns_coefficients=ns_coefficients,
-        ns_bf16=ns_bf16,
-        adjust_lr=adjust_lr,
-        muon_momentum=muon_momentum,
-        adam_beta1=adam_beta1,
-        adam_beta2=adam_beta2,
-        adam_epsilon=adam_epsilon,
-    )
-    if correct_for_noise and noise is None:
-        raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
-    spectral = dp_optimizer in SPECTRAL_OPTIMIZERS
-    roles = parameter_roles(model)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matrix_roles = set(MATRIX_ROLES)
-    if orthogonalize_head or not spectral:
-        matrix_roles.add(ParameterRole.HEAD)
-    if orthogonalize_patch_embedding or not spectral:
-        matrix_roles.add(ParameterRole.PATCH_EMBEDDING)
-    fused: dict[int, list[nn.Parameter]] = {blocks: [] for blocks in BLOCKS.values()}
-    matrices, vectors = [], []
-    for name, p in trainable.items():
-        if roles[name] not in matrix_roles or p.ndim < 2:
-            vectors.append(p)
-        elif roles[name] in BLOCKS:
-            fused[BLOCKS[roles[name]]].append(p)
-        else:
-            matrices.append(p)
-    if spectral and not (matrices or any(fused.values())):
-        raise ValueError(
-            f"dp_optimizer={dp_optimizer!r} found no trainable matrix to orthogonalise in this "
-            "model; unfreeze its linear layers or set dp_optimizer='sgd'."
-        )
-    decayed: list[dict[str, Any]]
-    if spectral:
-        decayed = [{"params": ps, "blocks": blocks} for blocks, ps in fused.items()]
-        decayed.insert(0, {"params": matrices})
-        rest = {
-            "params": vectors,
-            "rule": "sgd",
-            "lr": vector_learning_rate,
-            "momentum": sgd_momentum,
-        }
-    else:
-        decayed, rest = [{"params": sum(fused.values(), matrices)}], {"params": vectors}
-    groups = [{**group, "weight_decay": weight_decay} for group in decayed]
-    groups = [group for group in [*groups, {**rest, "weight_decay": 0.0}] if group["params"]]
-    matrix: dict[str, Any] = {"ns_steps": ns_steps, "ns_coefficients": ns_coefficients}
-    matrix["ns_dtype"] = torch.bfloat16 if ns_bf16 else torch.float32
-    if adjust_lr is not None:
-        matrix["adjust_lr"] = adjust_lr
-    if muon_momentum is not None:
-        matrix["momentum"] = muon_momentum
-    correction = noise if correct_for_noise else None
-    optimizer: torch.optim.Optimizer
-    match dp_optimizer:
-        case "sgd":
-            optimizer = DPSGD(groups, lr=learning_rate, momentum=sgd_momentum)
-        case "adam":
-            optimizer = DPAdam(
-                groups,
-                lr=learning_rate,
-                betas=(adam_beta1, adam_beta2),
-                eps=adam_epsilon,
-                noise=correction,
-            )
-        case "muon_s":
-            optimizer = DPMuonS(groups, lr=learning_rate, noise=correction, **matrix)
-        case _:
-            known = noise if spectral_map in NOISE_AWARE_MAPS else None
-            optimizer = DPMuon(
-                groups, lr=learning_rate, spectral_map=spectral_map, noise=known, **matrix
-            )
-    grouped = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert len(grouped) == len(set(grouped)) == len(trainable), "groups must partition the model"
-    return optimizer
-
-
-def routing_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Lines that say which rule moves which parameters, for people to check before they train."""
-    roles = parameter_roles(model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    rows = []
-    for group in optimizer.param_groups:
-        rule = group["rule"]
-        by_role: dict[str, list[Tensor]] = {}
-        for p in group["params"]:
-            by_role.setdefault(roles[names[id(p)]].value, []).append(p)
-        rows += [
-            (role, str(len(ps)), f"{sum(p.numel() for p in ps):,}", rule, f"{group['lr']:g}")
-            for role, ps in by_role.items()
-        ]
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    if frozen:
-        rows.append(("(frozen)", str(len(frozen)), f"{sum(p.numel() for p in frozen):,}", "-", "-"))
-    header = ("role", "tensors", "entries", "rule", "lr")
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    )
+    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        return scaled_polar

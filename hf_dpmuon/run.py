@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +24,13 @@ import numpy as np
 from accelerate.utils import broadcast_object_list
 
 from hf_dpmuon.accounting import NoiseEvent
-from hf_dpmuon.arguments import METHOD_SETTINGS, DPTrainingArguments
+from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
 from hf_dpmuon.plan import PrivacyPlan, affordable_steps
 from hf_dpmuon.randomness import keyed_generator, new_key
-from hf_dpmuon.spectral import NOISE_AWARE_MAPS
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = ["PrivateRun"]
@@ -43,18 +42,6 @@ STATE_KEYS = {"step", "num_units", "settings", "label_names", "pending"}
 OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
 
-FIXED_SETTINGS = (
-    *METHOD_SETTINGS,
-    "dp_filter",
-    "learning_rate",
-    "vector_learning_rate",
-    "weight_decay",
-    "correct_for_noise",
-    "sgd_momentum",
-    "doppler_coefficients",
-    "disk_kappa",
-    "disk_gamma",
-)
 NOISE_SETTINGS = ("per_sample_max_grad_norm", "logical_batch_size")
 
 T = TypeVar("T")
@@ -370,9 +357,8 @@ class PrivateRun:
             )
 
     def _settings(self) -> dict[str, Any]:
-        arguments = vars(self._args)
-        settings = {name: arguments[name] for name in FIXED_SETTINGS}
-        if self._args.spectral_map in NOISE_AWARE_MAPS or self._args.correct_for_noise:
+        arguments, settings = vars(self._args), asdict(self._args.method)
+        if self._args.method.knows_noise:
             # Momentum holds old noise, whose level is then part of the method.
             settings |= {name: arguments[name] for name in NOISE_SETTINGS}
             settings["noise_multiplier"] = self.plan.noise_multiplier

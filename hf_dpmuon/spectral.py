@@ -21,6 +21,8 @@ from torch import Tensor
 
 __all__ = [
     "COEFFICIENTS",
+    "Triple",
+    "coefficient_table",
     "Coefficients",
     "newton_schulz",
     "polar_factor",
@@ -67,12 +69,12 @@ class Coefficients:
 
 
 COEFFICIENTS = {
-    "keller": Coefficients(
+    "quintic": Coefficients(
         steps=((3.4445, -4.7750, 2.0315),),
         safety=1.0,
         source="Keller Jordan, Muon (2024); the paper's choice. Lands in [0.68, 1.13], no fixpoint",
     ),
-    "you": Coefficients(
+    "quintic_tuned": Coefficients(
         steps=(
             (4.0848, -6.8946, 2.9270),
             (3.9505, -6.3029, 2.6377),
@@ -99,6 +101,8 @@ COEFFICIENTS = {
     ),
 }
 
+RENAMED = {"keller": "quintic", "you": "quintic_tuned"}
+
 MIN_ASPECT = 2.0  # from which iterating on the Gram matrix costs less than on the matrix
 # Rounding of the Gram matrix grows with the square of the map's slope at 0: below this slope it
 # stays under 1e6 * 6e-8 of the largest eigenvalue in float32.
@@ -106,19 +110,42 @@ MAX_GRAM_SLOPE = 1e3
 SPLIT_ROWS = 512  # on a CPU, rows from which a quarter of a symmetric product is worth skipping
 
 
+def coefficient_table(coefficients: str | Triple) -> Coefficients:
+    """Return a table by its name, or that of one triple (a, b, c) for all steps.
+
+    Raises:
+        ValueError: If the name is unknown, or there are not three finite numbers.
+    """
+    if isinstance(coefficients, str):
+        if coefficients in RENAMED:
+            raise ValueError(
+                f"ns_coefficients={coefficients!r} is called {RENAMED[coefficients]!r} now."
+            )
+        if coefficients not in COEFFICIENTS:
+            raise ValueError(
+                f"ns_coefficients={coefficients!r} must be one of {', '.join(COEFFICIENTS)}, or "
+                "three numbers."
+            )
+        return COEFFICIENTS[coefficients]
+    if len(coefficients) != 3 or not all(map(math.isfinite, coefficients)):
+        raise ValueError(f"ns_coefficients={coefficients!r} must be three finite numbers.")
+    a, b, c = coefficients
+    return Coefficients(steps=((a, b, c),), safety=1.0, source="the caller")
+
+
 def newton_schulz(
     matrix: Tensor,
     *,
     steps: int = 5,
-    coefficients: str = "keller",
+    coefficients: str | Triple = "quintic",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Approximate the polar factor U V^T of each matrix U S V^T by a quintic iteration.
 
     Args:
         matrix: Shape (..., m, n); leading dimensions are a batch of independent matrices.
-        steps: Number of iterations, at least 1. More do not help with "keller".
-        coefficients: Name of a row of ``COEFFICIENTS``.
+        steps: Number of iterations, at least 1. More do not help with "quintic".
+        coefficients: Name of a row of ``COEFFICIENTS``, or one triple for all steps.
         dtype: Of the iteration: float32, or bfloat16 for speed on CUDA. Norms are float32.
 
     Returns:
@@ -132,11 +159,9 @@ def newton_schulz(
     _check_matrix(matrix)
     if steps < 1:
         raise ValueError(f"steps={steps} must be >= 1.")
-    if coefficients not in COEFFICIENTS:
-        raise ValueError(f"coefficients={coefficients!r} must be one of {sorted(COEFFICIENTS)}.")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype={dtype} must be torch.float32 or torch.bfloat16.")
-    table = COEFFICIENTS[coefficients]
+    table = coefficient_table(coefficients)
     triples = table.triples(steps)
     if not matrix.numel():
         return matrix.clone()
@@ -425,7 +450,7 @@ def spectral_map(
     *,
     name: str = "newton_schulz",
     steps: int = 5,
-    coefficients: str = "keller",
+    coefficients: str | Triple = "quintic",
     noise_std: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -444,8 +469,8 @@ def spectral_map(
 
     A signal is detected where y_1 clears ``detection_gate``, which pure noise does in 1 % of draws.
     Where known_noise_polar and the shrinkers detect nothing, Y at Frobenius norm 1, which is that
-    of one direction fully detected; where they detect something, their image is at least as large:
-    a shorter one, of few and uncertain directions, is stretched to norm 1.
+    of one direction fully detected; where they detect something, the result is at least as large: a
+    shorter one, of few and uncertain directions, is stretched to norm 1.
 
     Args:
         matrix: Shape (..., m, n).
@@ -481,11 +506,11 @@ def spectral_map(
     gate = noise_std * detection_gate(rows, columns)
     raw, norm = _at_unit_norm(matrix)
     if name == "selective":
-        image = newton_schulz(raw, steps=steps, coefficients=coefficients, dtype=dtype)
+        direction = newton_schulz(raw, steps=steps, coefficients=coefficients, dtype=dtype)
         gram = raw @ raw.mT if rows <= columns else raw.mT @ raw
         leading = torch.linalg.eigvalsh(gram)[..., -1:, None].clamp(min=0).sqrt() * norm
-        image = torch.where(leading > gate, image, raw * math.sqrt(min(rows, columns)))
-        return image.to(matrix.dtype)
+        direction = torch.where(leading > gate, direction, raw * math.sqrt(min(rows, columns)))
+        return direction.to(matrix.dtype)
     U, S, Vh = torch.linalg.svd(raw, full_matrices=False)
     values = S * norm[..., 0]  # in float64
     if name == "known_noise_polar":
@@ -499,15 +524,15 @@ def spectral_map(
     detected = (values[..., :1] > gate) & (weights[..., :1] > 0)
     size = torch.linalg.vector_norm(weights, dim=-1, keepdim=True)
     weights = weights / torch.where(detected, size.clamp(max=1.0), 1.0)
-    image = (U * weights.float()[..., None, :]) @ Vh
-    return torch.where(detected[..., None], image, raw).to(matrix.dtype)
+    direction = (U * weights.float()[..., None, :]) @ Vh
+    return torch.where(detected[..., None], direction, raw).to(matrix.dtype)
 
 
 def scaled_polar(
     matrix: Tensor,
     *,
     steps: int = 5,
-    coefficients: str = "keller",
+    coefficients: str | Triple = "quintic",
     noise_std: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -529,9 +554,9 @@ def scaled_polar(
         A new tensor of the same shape and type; zero where the matrix is.
     """
     norm = spectral_norm(matrix)
-    image = newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
+    direction = newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
     if noise_std is None:
-        return (image * norm).to(matrix.dtype)
+        return (direction * norm).to(matrix.dtype)
     if not matrix.numel():
         return matrix.clone()
     rows, columns = matrix.shape[-2:]
@@ -542,4 +567,4 @@ def scaled_polar(
     share = torch.where(norm > 0, norm / size, 1.0)  # of the leading value in the Frobenius norm
     hidden = raw * (noise_std * hidden_signal(rows, columns) / share).float()
     detected = norm > noise_std * detection_gate(rows, columns)
-    return torch.where(detected, image * clean, hidden).to(matrix.dtype)
+    return torch.where(detected, direction * clean, hidden).to(matrix.dtype)

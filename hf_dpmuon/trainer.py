@@ -37,13 +37,13 @@ from hf_dpmuon.batches import DrawDataset, Head, RowWise, template
 from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
-from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
+from hf_dpmuon.known_noise import KnownNoise, signal_to_noise
+from hf_dpmuon.methods import routing_table
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
 from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
-from hf_dpmuon.optim import KnownNoise, routing_table
 from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
 from hf_dpmuon.run import PrivateRun
@@ -242,7 +242,7 @@ class DPTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
-            self.optimizer = self.args.build_optimizer(self.model, self._known_noise)
+            self.optimizer = self.args.method.optimizer(self.model, self._known_noise)
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 
@@ -256,7 +256,7 @@ class DPTrainer(PublishingTrainer):
     def _gradient_filter(self) -> GradientFilter:
         """The filter over the trainable parameters, which are fixed when it is first asked for."""
         if self._filter is None:
-            self._filter = self.args.build_filter(list(self._trainable.values()))
+            self._filter = self.args.method.filter(list(self._trainable.values()))
         return self._filter
 
     @property

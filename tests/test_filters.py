@@ -8,17 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dpmuon.filters import (
-    LOW_PASS,
-    GradientFilter,
-    KalmanFilter,
+from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter, moved_to
+from hf_dpmuon.known_noise import (
     LinearResponse,
-    LowPassFilter,
     constant_gain,
     ema,
     heavy_ball,
     lookahead,
-    moved_to,
     release_weights,
     variance_factor,
 )

@@ -275,7 +275,7 @@ def test_dropout_is_the_same_at_every_query_point(tmp_path):
         ({"ns_coefficients": "x"}, r"ns_coefficients='x' must be one of keller"),
         ({"sgd_momentum": 1.0}, r"sgd_momentum=1.0 must be in \[0, 1\)"),
         ({"ns_steps": 0}, r"ns_steps=0 must be >= 1"),
-        ({"adjust_lr": "x"}, r"adjust_lr='x' must be one of None, paper"),
+        ({"adjust_lr_fn": "x"}, r"adjust_lr_fn='x' must be one of None, paper"),
         ({"spectral_map": "x"}, r"spectral_map='x' must be one of hard_threshold"),
         ({"spectral_map": "svd", "dp_optimizer": "adam"}, r"spectral_map='svd' has no effect"),
         ({"correct_for_noise": True}, r"correct_for_noise=True has no effect under"),
@@ -295,10 +295,10 @@ def test_settings_of_a_method_are_refused_by_name_and_range(tmp_path, settings, 
 OPTIONS = {
     "orthogonalize_head": (False, {"muon", "muon_s"}),
     "orthogonalize_patch_embedding": (False, {"muon", "muon_s"}),
-    "adjust_lr": ("match_rms_adamw", {"muon", "muon_s"}),
+    "adjust_lr_fn": ("match_rms_adamw", {"muon", "muon_s"}),
     "muon_momentum": (0.5, {"muon", "muon_s"}),
     "ns_steps": (2, {"muon", "muon_s"}),
-    "ns_coefficients": ("you", {"muon", "muon_s"}),
+    "ns_coefficients": ("quintic_tuned", {"muon", "muon_s"}),
     "ns_bf16": (True, set()),  # on a CPU
     "spectral_map": ("svd", {"muon"}),
     "correct_for_noise": (True, {"adam", "muon_s"}),
@@ -356,8 +356,11 @@ def test_every_option_either_acts_or_is_refused(tmp_path, plain, method, option)
 @pytest.mark.parametrize(
     ("settings", "option"),
     [
-        ({"spectral_map": "polar_express", "ns_coefficients": "you"}, "ns_coefficients='you'"),
-        ({"spectral_map": "svd", "ns_coefficients": "you"}, "ns_coefficients='you'"),
+        (
+            {"spectral_map": "polar_express", "ns_coefficients": "quintic_tuned"},
+            "ns_coefficients='quintic_t",
+        ),
+        ({"spectral_map": "svd", "ns_coefficients": "quintic_tuned"}, "ns_coefficients='quintic_t"),
         ({"spectral_map": "known_noise_polar", "ns_steps": 3}, "ns_steps=3"),
         ({"spectral_map": "shrink_operator", "ns_bf16": True}, "ns_bf16=True"),
     ],
@@ -371,7 +374,7 @@ def test_options_of_an_iteration_are_refused_where_none_runs(tmp_path, settings,
     "settings",
     [
         {"spectral_map": "polar_express", "ns_steps": 8},
-        {"spectral_map": "selective", "ns_coefficients": "you"},
+        {"spectral_map": "selective", "ns_coefficients": "quintic_tuned"},
     ],
 )
 def test_options_of_an_iteration_reach_the_maps_that_iterate(tmp_path, settings):

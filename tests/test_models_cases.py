@@ -21,6 +21,7 @@ from transformers import (
 from hf_dpmuon import DPTrainer, DPTrainingArguments
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
+from hf_dpmuon.methods import create_optimizer
 from hf_dpmuon.models import (
     BLOCKS,
     LoadedModel,
@@ -30,7 +31,6 @@ from hf_dpmuon.models import (
     save_model,
     validate_model,
 )
-from hf_dpmuon.optim import create_optimizer
 
 NAMES = ("a", "b", "c")
 

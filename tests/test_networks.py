@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from hf_dpmuon import DPTrainer, DPTrainingArguments, networks
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
+from hf_dpmuon.methods import create_optimizer
 from hf_dpmuon.models import (
     LoadedModel,
     ParameterRole,
@@ -27,7 +28,6 @@ from hf_dpmuon.models import (
     validate_model,
 )
 from hf_dpmuon.networks import ARCHITECTURES, Architecture, ResidualNetwork
-from hf_dpmuon.optim import create_optimizer
 
 NAMES = ("a", "b", "c")
 FROM_SCRATCH = [*ARCHITECTURES, "builtin:nf-resnet-50"]

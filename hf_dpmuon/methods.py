@@ -1,0 +1,323 @@
+"""A method: which optimizer behind which filter, with which settings, for which parameters.
+
+Receives the settings once, as a frozen ``Method``, and refuses those without effect; builds the
+optimizer and the filter from it, and says which rule moves what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
+from hf_dpmuon.known_noise import KnownNoise
+from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
+from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
+from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
+
+__all__ = ["Method", "create_optimizer", "routing_table"]
+
+Optimizer = Literal["sgd", "adam", "muon", "muon_s"]
+Filter = Literal["none", "doppler", "disk"]
+
+# Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
+# DP-Muon-S steps in the units of DP-SGD.
+LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
+FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
+OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
+MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
+# Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
+ITERATED_MAPS = ("newton_schulz", "polar_express", "selective")
+TABLED_MAPS = ("newton_schulz", "selective")
+
+
+@dataclass(frozen=True)
+class Method:
+    """All settings of a method; ``dp_optimizer`` and ``dp_filter`` are independent of each other.
+
+    Attributes:
+        dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
+            on the rest.
+        learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise; None for
+            the paper's.
+        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
+        weight_decay: Of matrices only.
+        sgd_momentum: Of DP-SGD steps, in [0, 1); None for 0.9, and 0 behind a filter, which is
+            momentum too.
+        orthogonalize_head: Whether the classifier's matrix is one of them (the paper's is).
+        orthogonalize_patch_embedding: The same for the patch embedding.
+        spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
+        ns_steps: Newton-Schulz iterations.
+        ns_coefficients: Their coefficient table, or one triple.
+        ns_bf16: Whether they run in bfloat16, which is faster on CUDA only.
+        adjust_lr_fn: Factor for rectangular matrices; None for the method's own.
+        muon_momentum: Of spectral steps, in [0, 1); None for the method's own, 0.95 of "muon" and
+            0.9 of "muon_s".
+        adam_beta1: Of the first moment of "adam", in [0, 1).
+        adam_beta2: Of the second.
+        adam_epsilon: Added to its denominator.
+        correct_for_noise: Whether the second moment of "adam" and the largest singular value of
+            "muon_s" are corrected by the known noise.
+        dp_filter: Filter of the private gradient.
+        doppler_coefficients: Name of the low-pass filter of "doppler".
+        disk_kappa: Gain of "disk", in (0, 1].
+        disk_gamma: Look-ahead of "disk", > 0; None for (1 - kappa) / kappa.
+
+    Raises:
+        ValueError: If a name is unknown, a value out of range, or a setting without effect.
+    """
+
+    dp_optimizer: str = "muon"
+    learning_rate: float | None = None
+    vector_learning_rate: float = 0.01
+    weight_decay: float = 0.0
+    sgd_momentum: float | None = None
+    orthogonalize_head: bool = True
+    orthogonalize_patch_embedding: bool = True
+    spectral_map: str = "newton_schulz"
+    ns_steps: int = 5
+    ns_coefficients: str | Triple = "quintic"
+    ns_bf16: bool = False
+    adjust_lr_fn: str | None = None
+    muon_momentum: float | None = None
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    correct_for_noise: bool = False
+    dp_filter: str = "none"
+    doppler_coefficients: str = "ema_0.9"
+    disk_kappa: float = 0.7
+    disk_gamma: float | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Method:
+        """Take the settings of a method out of all arguments of a run."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
+
+    def __post_init__(self) -> None:
+        """Check every setting, and fill in what depends on others."""
+        choices: dict[str, Sequence[str | None]] = {
+            "dp_optimizer": get_args(Optimizer),
+            "dp_filter": get_args(Filter),
+            "spectral_map": sorted(SPECTRAL_MAPS),
+            "doppler_coefficients": tuple(LOW_PASS),
+            "adjust_lr_fn": (None, *ADJUST_LR),
+        }
+        for name, legal in choices.items():
+            if vars(self)[name] not in legal:
+                raise ValueError(
+                    f"{name}={vars(self)[name]!r} must be one of {', '.join(map(str, legal))}."
+                )
+        coefficient_table(self.ns_coefficients)
+        self._check_effects()
+        defaults: dict[str, float] = {}
+        if self.learning_rate is None:
+            defaults["learning_rate"] = LEARNING_RATES[self.dp_optimizer]
+        if self.sgd_momentum is None:
+            defaults["sgd_momentum"] = 0.9 if self.dp_filter == "none" else 0.0
+        vars(self).update(defaults)
+        for name, most in (
+            ("learning_rate", float("inf")),
+            ("vector_learning_rate", float("inf")),
+            ("weight_decay", float("inf")),
+            ("sgd_momentum", 1.0),
+            ("muon_momentum", 1.0),
+            ("adam_beta1", 1.0),
+            ("adam_beta2", 1.0),
+        ):
+            number = vars(self)[name]
+            if number is not None and not 0 <= number < most:
+                allowed = "a finite number >= 0.0" if most > 1 else "in [0, 1)"
+                raise ValueError(f"{name}={number} must be {allowed}.")
+        if not self.adam_epsilon > 0:
+            raise ValueError(f"adam_epsilon={self.adam_epsilon} must be > 0.")
+        if self.ns_steps < 1:
+            raise ValueError(f"ns_steps={self.ns_steps} must be >= 1.")
+        self.filter([])  # which checks its own
+
+    def _check_effects(self) -> None:
+        """Refuse settings, other than the defaults, that nothing would read."""
+        muon, muon_s, adam = (self.dp_optimizer == o for o in ("muon", "muon_s", "adam"))
+        if self.spectral_map != "newton_schulz" and not muon:
+            raise ValueError(
+                f"spectral_map={self.spectral_map!r} has no effect under "
+                f"dp_optimizer={self.dp_optimizer!r}; set dp_optimizer='muon' or leave it "
+                "'newton_schulz'."
+            )
+        if self.correct_for_noise and not (adam or muon_s):
+            raise ValueError(
+                "correct_for_noise=True has no effect under "
+                f"dp_optimizer={self.dp_optimizer!r}; use 'adam' or 'muon_s', or a spectral_map "
+                "that knows the noise."
+            )
+        iterated, tabled = (self.spectral_map in maps for maps in (ITERATED_MAPS, TABLED_MAPS))
+        under_optimizer, under_map, under_filter = (
+            f"{name}={vars(self)[name]!r}" for name in ("dp_optimizer", "spectral_map", "dp_filter")
+        )
+        spectral = muon or muon_s
+        read: dict[str, tuple[bool, str]] = {
+            "orthogonalize_head": (spectral, under_optimizer),
+            "orthogonalize_patch_embedding": (spectral, under_optimizer),
+            "adjust_lr_fn": (spectral, under_optimizer),
+            "muon_momentum": (spectral, under_optimizer),
+            "ns_steps": (spectral and iterated, under_map if spectral else under_optimizer),
+            "ns_bf16": (spectral and iterated, under_map if spectral else under_optimizer),
+            "ns_coefficients": (spectral and tabled, under_map if spectral else under_optimizer),
+            "adam_beta1": (adam, under_optimizer),
+            "adam_beta2": (adam, under_optimizer),
+            "adam_epsilon": (adam, under_optimizer),
+            "sgd_momentum": (not adam, under_optimizer),
+            "doppler_coefficients": (self.dp_filter == "doppler", under_filter),
+            "disk_kappa": (self.dp_filter == "disk", under_filter),
+            "disk_gamma": (self.dp_filter == "disk", under_filter),
+        }
+        for field in fields(self):
+            value = vars(self)[field.name]
+            is_read, where = read.get(field.name, (True, ""))
+            if value != field.default and not is_read:
+                raise ValueError(
+                    f"{field.name}={value!r} has no effect under {where}; leave it "
+                    f"{field.default!r}."
+                )
+
+    @property
+    def name(self) -> str:
+        """The method's name in the paper: DP-SGD, DOPPLER-Muon."""
+        return f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}"
+
+    @property
+    def knows_noise(self) -> bool:
+        """Whether the level of the noise is part of the method."""
+        return self.spectral_map in NOISE_AWARE_MAPS or self.correct_for_noise
+
+    def filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
+        """Build the filter of the gradients of these trainable parameters."""
+        match self.dp_filter:
+            case "doppler":
+                return LowPassFilter.named(self.doppler_coefficients)
+            case "disk":
+                return KalmanFilter(parameters, kappa=self.disk_kappa, gamma=self.disk_gamma)
+            case _:
+                return GradientFilter()
+
+    def optimizer(self, model: nn.Module, noise: KnownNoise | None = None) -> torch.optim.Optimizer:
+        """Sort the trainable parameters of ``model`` into groups and build their optimizer.
+
+        Args:
+            model: The classifier.
+            noise: Public level of the noise in the gradients, for what uses it.
+
+        Returns:
+            An optimizer whose groups hold each trainable parameter exactly once.
+
+        Raises:
+            ValueError: If a noise level is missing, or there is no matrix to orthogonalise.
+        """
+        assert self.learning_rate is not None
+        assert self.sgd_momentum is not None
+        if self.correct_for_noise and noise is None:
+            raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
+        groups = self._groups(model)
+        correction = noise if self.correct_for_noise else None
+        lr = self.learning_rate
+        if self.dp_optimizer == "sgd":
+            return DPSGD(groups, lr=lr, momentum=self.sgd_momentum)
+        if self.dp_optimizer == "adam":
+            betas = (self.adam_beta1, self.adam_beta2)
+            return DPAdam(groups, lr=lr, betas=betas, eps=self.adam_epsilon, noise=correction)
+        matrix: dict[str, Any] = {
+            "ns_steps": self.ns_steps,
+            "ns_coefficients": self.ns_coefficients,
+            "ns_dtype": torch.bfloat16 if self.ns_bf16 else torch.float32,
+        }
+        if self.adjust_lr_fn is not None:
+            matrix["adjust_lr_fn"] = self.adjust_lr_fn
+        if self.muon_momentum is not None:
+            matrix["momentum"] = self.muon_momentum
+        if self.dp_optimizer == "muon_s":
+            return DPMuonS(groups, lr=lr, noise=correction, **matrix)
+        known = noise if self.spectral_map in NOISE_AWARE_MAPS else None
+        return DPMuon(groups, lr=lr, spectral_map=self.spectral_map, noise=known, **matrix)
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Groups of parameters, each of which is in exactly one."""
+        spectral = self.dp_optimizer in ("muon", "muon_s")
+        roles = parameter_roles(model)
+        matrix_roles = set(MATRIX_ROLES)
+        if self.orthogonalize_head or not spectral:
+            matrix_roles.add(ParameterRole.HEAD)
+        if self.orthogonalize_patch_embedding or not spectral:
+            matrix_roles.add(ParameterRole.PATCH_EMBEDDING)
+        by_blocks: dict[int, list[nn.Parameter]] = {1: []}
+        vectors = []
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, p in trainable:
+            if roles[name] not in matrix_roles or p.ndim < 2:
+                vectors.append(p)
+            else:
+                by_blocks.setdefault(BLOCKS.get(roles[name], 1), []).append(p)
+        matrices = [p for parameters in by_blocks.values() for p in parameters]
+        assert len({id(p) for p in (*matrices, *vectors)}) == len(trainable)
+        if not spectral:
+            groups: list[dict[str, Any]] = [{"params": matrices}]
+            rest: dict[str, Any] = {"params": vectors}
+        elif not matrices:
+            raise ValueError(
+                f"dp_optimizer={self.dp_optimizer!r} found no trainable matrix to orthogonalise in "
+                "this model; unfreeze its linear layers or set dp_optimizer='sgd'."
+            )
+        else:
+            groups = [{"params": ps, "blocks": blocks} for blocks, ps in by_blocks.items()]
+            rest = {
+                "params": vectors,
+                "rule": "sgd",
+                "lr": self.vector_learning_rate,
+                "momentum": self.sgd_momentum,
+            }
+        groups = [{**group, "weight_decay": self.weight_decay} for group in groups]
+        return [group for group in (*groups, {**rest, "weight_decay": 0.0}) if group["params"]]
+
+
+def create_optimizer(
+    model: nn.Module, *, noise: KnownNoise | None = None, **settings: Any
+) -> torch.optim.Optimizer:
+    """Build the optimizer of ``Method(**settings)`` for a model's trainable parameters.
+
+    Args:
+        model: The classifier.
+        noise: Public level of the noise in the gradients, for what uses it.
+        **settings: Those of ``Method``.
+
+    Raises:
+        ValueError: As ``Method`` and ``Method.optimizer`` do.
+    """
+    return Method(**settings).optimizer(model, noise)
+
+
+def routing_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Lines that say which rule moves which parameters, for people to check before they train."""
+    roles = parameter_roles(model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rows = []
+    for group in optimizer.param_groups:
+        rule = group["rule"]
+        by_role: dict[str, list[Tensor]] = {}
+        for p in group["params"]:
+            by_role.setdefault(roles[names[id(p)]].value, []).append(p)
+        rows += [
+            (role, str(len(ps)), f"{sum(p.numel() for p in ps):,}", rule, f"{group['lr']:g}")
+            for role, ps in by_role.items()
+        ]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if frozen:
+        rows.append(("(frozen)", str(len(frozen)), f"{sum(p.numel() for p in frozen):,}", "-", "-"))
+    header = ("role", "tensors", "entries", "rule", "lr")
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )
