@@ -41,6 +41,7 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 
 __all__ = [
     "Accountant",
+    "Clipping",
     "NoiseEvent",
     "SampledGaussian",
     "EpsilonBound",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 Accountant = Literal["rdp", "prv", "pld"]
+Clipping = Literal["flat", "per_layer", "automatic"]
 FloatArray = npt.NDArray[np.float64]
 
 # The orders of Opacus and TF Privacy are the middle of the grid. Each block below them halves

@@ -1,202 +1,45 @@
-"""Every knob: its meaning, its default, and the combinations that are refused.
+"""The arguments of a run, and which of their combinations are refused.
 
-Receives the command line and a YAML file; returns three checked dataclasses. Whatever would break
-the privacy guarantee and can be seen from the arguments alone is refused here, in one sentence that
-names the setting and says what to set instead.
+Receives the options of a run; whatever would break the privacy guarantee and can be seen from them
+alone is refused here, in one sentence that names the setting and says what to set instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
-import math
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import yaml
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
-from hf_dpmuon.accounting import Accountant
-from hf_dpmuon.grad_sample import ENGINES
-from hf_dpmuon.mechanism import Clipping
+from hf_dpmuon import parsing
 from hf_dpmuon.methods import Method
+from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions, check_choices
 
 __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
 
-# Of which one says what the other would.
-ALTERNATIVES = (
-    ("target_epsilon", "noise_multiplier"),
-    ("max_steps", "num_train_epochs"),
-    ("eval_split", "eval_fraction"),
-    ("label_column", "label_columns"),
-)
+# What may be logged to, and the variable that would make it upload more than logs.
+INTEGRATIONS = {
+    "tensorboard": None,
+    "trackio": None,
+    "wandb": "WANDB_LOG_MODEL",
+    "mlflow": "HF_MLFLOW_LOG_ARTIFACTS",
+}
+OFF = ("", "0", "false", "no", "none")
 
 
 @dataclass
-class ModelArguments:
-    """Which pretrained model is fine-tuned.
-
-    Attributes:
-        model_name_or_path: Hub id, local folder, ``timm/<name>``, ``builtin:tiny-vit``, or one of
-            the networks of ``networks``.
-        model_revision: Branch, tag or commit on the Hub.
-        image_size: Side of the input in pixels, where it differs from the model's own.
-    """
-
-    model_name_or_path: str = field(
-        default="builtin:tiny-vit",
-        metadata={
-            "help": "Hub id, local folder, timm/<name>, builtin:tiny-vit, or a network to train "
-            "from scratch: builtin:wrn-16-4, wrn-28-10, resnet-18-gn, nf-resnet-50."
-        },
-    )
-    model_revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
-    )
-    image_size: int | None = field(
-        default=None, metadata={"help": "Input side in pixels, if not the model's own."}
-    )
-
-
-@dataclass
-class DataArguments:
-    """Which images are private, and how they are read.
-
-    Attributes:
-        dataset_name: Hub id, local folder or file, or ``builtin:digits``.
-        dataset_config_name: Configuration of the data set on the Hub.
-        dataset_revision: Branch, tag or commit on the Hub.
-        train_split: The private split.
-        eval_split: Split for evaluation; not covered by the guarantee.
-        eval_fraction: Share of the train split's units to hold out instead.
-        image_column: Column of images; found when there is only one.
-        label_column: Column of labels; found when there is only one.
-        label_columns: Columns of 0, 1 or blank, for several labels per image.
-        privacy_unit_column: Column of ids, such as a patient's, whose rows are protected together.
-        privacy_unit_pattern: Regular expression whose one named group is the id in that column.
-        max_examples_per_unit: Most images of a drawn unit that a step uses.
-        dicom_window: Center and width of the grey levels of DICOM files.
-        on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
-        class_weights: Public weight of each class in the loss, or "balanced".
-        public_class_counts: Whether the rows of each class may be counted for "balanced".
-        random_flip: Horizontal flips in training.
-        random_crop: Padded random crops in training.
-    """
-
-    dataset_name: str = field(
-        default="builtin:digits",
-        metadata={"help": "Hub id, local folder or file, or builtin:digits."},
-    )
-    dataset_config_name: str | None = field(
-        default=None, metadata={"help": "Configuration of the data set."}
-    )
-    dataset_revision: str | None = field(
-        default=None, metadata={"help": "Branch, tag or commit of the data set on the Hub."}
-    )
-    train_split: str = field(default="train", metadata={"help": "The private split."})
-    eval_split: str | None = field(
-        default=None,
-        metadata={"help": "Split for evaluation, not covered by the guarantee (found if unset)."},
-    )
-    eval_fraction: float | None = field(
-        default=None,
-        metadata={"help": "Share of the train split's units to hold out, if no split is named."},
-    )
-    image_column: str | None = field(
-        default=None, metadata={"help": "Column of images (found if there is only one)."}
-    )
-    label_column: str | None = field(
-        default=None, metadata={"help": "Column of labels (found if there is only one)."}
-    )
-    label_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Instead, several columns of 0, 1 or blank: several labels per image."},
-    )
-    privacy_unit_column: str | None = field(
-        default=None,
-        metadata={
-            "help": "Column of ids (patient, lesion), or with a pattern the column of images: all "
-            "images of an id are protected as one."
-        },
-    )
-    privacy_unit_pattern: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where ids are part of a text such as a path: a regular expression whose one "
-            "named group is the id, as in (?P<patient>patient[0-9]+)."
-        },
-    )
-    max_examples_per_unit: int = field(
-        default=8,
-        metadata={"help": "Most images of a drawn unit used in a step, drawn anew each step."},
-    )
-    dicom_window: list[float] | None = field(
-        default=None,
-        metadata={"help": "Center and width of DICOM grey levels (each file's own if unset)."},
-    )
-    on_corrupt: str = field(
-        default="refuse",
-        metadata={"help": "Images that cannot be read: refuse to start, or drop them first."},
-    )
-    class_weights: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of each class in the loss, from a public source; or 'balanced', if "
-            "--public_class_counts."
-        },
-    )
-    public_class_counts: bool = field(
-        default=False,
-        metadata={"help": "Declare that the number of training rows of each class is public."},
-    )
-    random_flip: bool = field(
-        default=True, metadata={"help": "Flip images left-right in training."}
-    )
-    random_crop: bool = field(
-        default=True, metadata={"help": "Crop images after padding by 1/8 of their side."}
-    )
-
-    def __post_init__(self) -> None:
-        """Check the values that can be checked without the data."""
-        if self.on_corrupt not in ("refuse", "drop"):
-            raise ValueError(f"on_corrupt={self.on_corrupt!r} must be 'refuse' or 'drop'.")
-        if self.eval_fraction is not None and not 0 < self.eval_fraction < 1:
-            raise ValueError(f"eval_fraction={self.eval_fraction} must be in (0, 1).")
-        if self.eval_fraction is not None and self.eval_split is not None:
-            raise ValueError(
-                f"eval_fraction={self.eval_fraction} and eval_split={self.eval_split!r} are both "
-                "set; set one of them."
-            )
-        if self.label_column is not None and self.label_columns is not None:
-            raise ValueError(
-                f"label_column={self.label_column!r} and label_columns={self.label_columns} are "
-                "both set; set one of them."
-            )
-        if self.max_examples_per_unit < 1:
-            raise ValueError(f"max_examples_per_unit={self.max_examples_per_unit} must be >= 1.")
-        if self.dicom_window is not None and not (
-            len(self.dicom_window) == 2
-            and all(map(math.isfinite, self.dicom_window))
-            and self.dicom_window[1] > 0
-        ):
-            raise ValueError(
-                f"dicom_window={self.dicom_window} must be two numbers, a center and a width > 0."
-            )
-
-
-@dataclass
-class DPTrainingArguments(TrainingArguments):
+class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
     """``TrainingArguments`` plus the privacy knobs; see each field's help.
 
     Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
@@ -209,176 +52,6 @@ class DPTrainingArguments(TrainingArguments):
         ValueError: On any setting that would void the guarantee or have no effect.
     """
 
-    target_epsilon: float | None = field(
-        default=None,
-        metadata={"help": "Privacy budget; sigma is calibrated to it (or give noise_multiplier)."},
-    )
-    target_delta: float | None = field(
-        default=None, metadata={"help": "delta of the guarantee; 1/(10 N) if unset."}
-    )
-    noise_multiplier: float | None = field(
-        default=None,
-        metadata={"help": "sigma: noise std over per_sample_max_grad_norm (or target_epsilon)."},
-    )
-    loss_scale: float | None = field(
-        default=None,
-        metadata={
-            "help": "Static factor of the loss under fp16 (1024 if unset), undone before clipping."
-        },
-    )
-    per_sample_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "C: bound on the gradient norm of one privacy unit."}
-    )
-    clipping: str = field(
-        default="flat",
-        metadata={"help": "How the bound is enforced: flat, per_layer or automatic."},
-    )
-    logical_batch_size: int = field(
-        default=1024,
-        metadata={"help": "Expected number of privacy units in one optimizer step (q N)."},
-    )
-    per_device_train_batch_size: int = field(
-        default=32,
-        metadata={"help": "Physical batch: images in memory at once; changes nothing else."},
-    )
-    augmentation_multiplicity: int = field(
-        default=1,
-        metadata={
-            "help": "K: augmentations of each drawn image whose gradients are averaged before "
-            "clipping; costs K times the time, no privacy, and often gains accuracy."
-        },
-    )
-    accountant: Accountant = field(
-        default="rdp", metadata={"help": "Accountant of the reported epsilon."}
-    )
-    grad_sample_mode: str = field(
-        default="bookkeeping",
-        metadata={
-            "help": "Engine of the per-sample gradients: bookkeeping (fast), ghost (least memory), "
-            "auto (bookkeeping if the physical batch fits into free memory, else ghost) or hooks "
-            "(the reference)."
-        },
-    )
-    dp_optimizer: str = field(
-        default="muon", metadata={"help": "sgd, adam, muon or muon_s; see docs/methods.md."}
-    )
-    learning_rate: float | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Of matrices under muon and muon_s, of all otherwise; by default the method's "
-            "(sgd 0.01, adam 3e-4, muon 2e-3, muon_s 0.01)."
-        },
-    )
-    vector_learning_rate: float = field(
-        default=0.01,
-        metadata={"help": "Under muon, muon_s: of all that is not orthogonalised (DP-SGD)."},
-    )
-    sgd_momentum: float | None = field(
-        default=None,
-        metadata={
-            "help": "Of DP-SGD steps; 0.9 if unset, and 0 behind a filter, which is momentum too."
-        },
-    )
-    muon_momentum: float | None = field(
-        default=None,
-        metadata={"help": "Of spectral steps; 0.95 under muon and 0.9 under muon_s if unset."},
-    )
-    orthogonalize_head: bool = field(
-        default=True,
-        metadata={"help": "Under muon, muon_s: whether the classifier's matrix is, too."},
-    )
-    orthogonalize_patch_embedding: bool = field(
-        default=True,
-        metadata={"help": "Under muon, muon_s: whether the patch embedding is, too."},
-    )
-    ns_coefficients: str = field(
-        default="quintic",
-        metadata={
-            "help": "Newton-Schulz table: quintic (the paper's), quintic_tuned or polar_express."
-        },
-    )
-    ns_steps: int = field(default=5, metadata={"help": "Newton-Schulz iterations."})
-    ns_bf16: bool = field(
-        default=False, metadata={"help": "Newton-Schulz iterations in bfloat16; on CUDA only."}
-    )
-    adjust_lr_fn: str | None = field(
-        default=None,
-        metadata={
-            "help": "Factor for rectangular matrices: paper (default of muon), original (of "
-            "muon_s), match_rms_adamw or spectral_unclamped."
-        },
-    )
-    spectral_map: str = field(
-        default="newton_schulz",
-        metadata={
-            "help": "Direction under muon: newton_schulz, polar_express, svd, or one that knows "
-            "the noise: known_noise_polar, shrink_frobenius, shrink_operator, hard_threshold, "
-            "selective."
-        },
-    )
-    correct_for_noise: bool = field(
-        default=False,
-        metadata={"help": "Clear adam's second moment, or muon_s's size, of the known noise."},
-    )
-    dp_filter: str = field(
-        default="none", metadata={"help": "Filter of the private gradient: none, doppler or disk."}
-    )
-    doppler_coefficients: str = field(
-        default="ema_0.9", metadata={"help": "Under doppler: name of the low-pass filter."}
-    )
-    disk_kappa: float = field(
-        default=0.7,
-        metadata={"help": "Under disk: gain in (0, 1]. The 1.5 of the paper is out of range."},
-    )
-    disk_gamma: float | None = field(
-        default=None,
-        metadata={
-            "help": "Under disk: look-ahead > 0; (1 - kappa) / kappa if unset, which alone needs "
-            "one gradient evaluation a step and not two."
-        },
-    )
-    report_nonprivate_loss: bool = field(
-        default=False,
-        metadata={"help": "Log the raw training loss locally; it is NOT covered by the guarantee."},
-    )
-    noise_seed: int | None = field(
-        default=None,
-        metadata={"help": "Tests only: fixed noise and sampling; voids the guarantee."},
-    )
-    public_eval_split: bool = field(
-        default=False,
-        metadata={"help": "Declare that the evaluation split is public, so it may steer training."},
-    )
-    max_grad_norm: float = field(
-        default=0.0, metadata={"help": "Must stay 0; see per_sample_max_grad_norm."}
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"help": "Folder of a checkpoint of this run, or 'last' (in output_dir)."},
-    )
-    lr_scheduler_type: SchedulerType | str = field(
-        default="cosine", metadata={"help": "Learning-rate schedule over logical steps."}
-    )
-    warmup_steps: float = field(
-        default=0.05, metadata={"help": "Steps of linear warm-up; below 1, a share of all steps."}
-    )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Not needed: only images and labels reach the model."}
-    )
-    report_to: None | str | list[str] = field(  # noqa: RUF036 - the order HfArgumentParser reads
-        default="none", metadata={"help": "Integrations to log to; they see private values only."}
-    )
-    hub_private_repo: bool | None = field(
-        default=True, metadata={"help": "Whether a pushed repository is private."}
-    )
-    hub_license: str | None = field(
-        default=None,
-        metadata={"help": "Licence of the model, for its card, by the Hub's name (apache-2.0)."},
-    )
-    logging_steps: float = field(
-        default=10, metadata={"help": "Log every so many logical steps; below 1, a share of all."}
-    )
-
     def __post_init__(self) -> None:
         """Fill in the method's defaults and refuse what cannot be private."""
         name_folder = self.output_dir is None
@@ -388,6 +61,13 @@ class DPTrainingArguments(TrainingArguments):
         self._check_privacy()
         self._check_training_loop()
         self._check_launcher()
+        if self.report_to is None:
+            self.report_to = ["none"]
+        self.use_cpu |= os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        if self.do_predict:
+            raise ValueError(
+                "do_predict=True has no effect; leave it off, and predict from the saved model."
+            )
         super().__post_init__()  # type: ignore[no-untyped-call]
         if name_folder:  # clocks of several processes may differ
             (self.output_dir,) = broadcast_object_list([self.output_dir])
@@ -453,13 +133,7 @@ class DPTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"augmentation_multiplicity={self.augmentation_multiplicity} must be >= 1."
             )
-        for name, value, legal in (
-            ("clipping", self.clipping, get_args(Clipping)),
-            ("accountant", self.accountant, get_args(Accountant)),
-            ("grad_sample_mode", self.grad_sample_mode, (*ENGINES, "auto")),
-        ):
-            if value not in legal:
-                raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, legal))}.")
+        check_choices(self, TrainingOptions)
         self.method = Method.of(vars(self))
         self.learning_rate = self.method.learning_rate
         self.sgd_momentum = self.method.sgd_momentum
@@ -633,6 +307,27 @@ class DPTrainingArguments(TrainingArguments):
                 "private; unset it."
             )
 
+    def _check_integrations(self) -> None:
+        """Allow those that are known to send logs, and nothing else that they could send."""
+        available = get_available_reporting_integrations()
+        for name in self.report_to or ():
+            if name not in INTEGRATIONS:
+                raise ValueError(
+                    f"report_to={name!r} may upload checkpoints or whole folders; set report_to to "
+                    f"none or to one of {', '.join(INTEGRATIONS)}, which get logs only."
+                )
+            if name not in available:
+                raise ValueError(
+                    f"report_to={name!r} is not installed; install it, or set report_to to none or "
+                    f"one of {', '.join(n for n in INTEGRATIONS if n in available)}."
+                )
+        for name, variable in INTEGRATIONS.items():
+            value = "" if variable is None else os.environ.get(variable, "")
+            if value.lower() not in OFF:
+                raise ValueError(
+                    f"{variable}={value!r} would make {name} upload whole checkpoints; unset it."
+                )
+
     def _check_resolved(self) -> None:
         if self.n_gpu > 1:
             raise ValueError(
@@ -644,13 +339,7 @@ class DPTrainingArguments(TrainingArguments):
                 f"ns_bf16=True needs a CUDA device, and this run's is {self.device.type!r}; leave "
                 "it off."
             )
-        available = get_available_reporting_integrations()
-        absent = [name for name in self.report_to or () if name not in available]
-        if absent:
-            raise ValueError(
-                f"report_to={absent[0]!r} is not installed; install it, or set report_to to one of "
-                f"none, {', '.join(available)}."
-            )
+        self._check_integrations()
         elsewhere = [name for name in self.report_to or () if name != "tensorboard"]
         if self.report_nonprivate_loss and elsewhere:
             raise ValueError(
@@ -666,10 +355,9 @@ class DPTrainingArguments(TrainingArguments):
 def parse_arguments(
     argv: Sequence[str] | None = None,
 ) -> tuple[ModelArguments, DataArguments, DPTrainingArguments]:
-    """Read ``--config FILE.yaml`` and the command line; the command line wins.
+    """Read ``--config FILE.yaml`` and the command line; see ``parsing.with_config``.
 
-    An option on the command line also drops its alternative from the file: ``--eval_split`` the
-    file's ``eval_fraction``, say.
+    ``--help`` and ``--help-all`` print and exit.
 
     Args:
         argv: Arguments without the program's name; the process's own if None.
@@ -678,41 +366,33 @@ def parse_arguments(
         The three checked groups of arguments.
 
     Raises:
-        ValueError: If a key is unknown (named with the closest known one), the file cannot be read,
-            or a combination is refused.
+        ValueError: If an option is unknown, the file cannot be read, or a combination is refused.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    parsing.answer_help(argv)
     kinds = (ModelArguments, DataArguments, DPTrainingArguments)
     parser = HfArgumentParser(
         list(kinds),  # type: ignore[arg-type]
-        description="Fine-tune a pretrained vision model with differential privacy.",
+        description=parsing.DESCRIPTION,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
         exit_on_error=False,
+        add_help=False,
     )
     parser.add_argument("--config", help="YAML file of defaults for the options below.")
+    if "--help-all" in argv:
+        parser.print_help()
+        sys.exit(0)
     known = {f.name for kind in kinds for f in fields(kind) if f.init}
-    config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_only.add_argument("--config")
-    path = config_only.parse_known_args(argv)[0].config
-    words = list(sys.argv[1:] if argv is None else argv)
-    values: dict[str, Any] = {}
-    in_file: dict[str, list[str]] = {}
-    if path is not None:
-        values = _read_config(Path(path), known)
-        said = {word[2:].split("=")[0] for word in words if word.startswith("--")}
-        for name, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-            if name in said and other not in said:
-                values.pop(other, None)
-        # As words before the others, so that the same checks hold and the command line wins.
-        in_file = {key: _as_words(key, value) for key, value in values.items()}
-        words = [word for of_key in in_file.values() for word in of_key] + words
+    parts = parsing.with_config(argv, known)
     try:
-        for key, of_key in in_file.items():
-            if parser.parse_known_args(of_key)[1]:
-                raise ValueError(f"{key}={values[key]!r} in {path} must be a single value.")
-        _, unknown = parser.parse_known_args(words)
-        if unknown:
-            raise ValueError(_unknown(unknown[0].lstrip("-").split("=")[0], known, "command line"))
+        for part in parts[:-1]:
+            if parser.parse_known_args(part.words)[1]:
+                raise ValueError(f"{part.where} must be a single value.")
+        words = [word for part in parts for word in part.words]
+        _, left = parser.parse_known_args(words)
+        if left:
+            raise ValueError(parsing.unknown(parsing.option_of(left[0]), known, "command line"))
         *groups, _ = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False)
     except argparse.ArgumentError as error:
         raise ValueError(f"{error}.") from error
@@ -723,39 +403,3 @@ def parse_arguments(
             "holds out private rows of the training split; set one of the two."
         )
     return model, data, training
-
-
-def _read_config(path: Path, known: set[str]) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"config={str(path)!r} cannot be read: {reason}.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"config={str(path)!r} must be a YAML mapping of option: value.")
-    for key in values:
-        if key not in known:
-            raise ValueError(_unknown(str(key), known, str(path)))
-    return values
-
-
-def _as_words(key: str, value: Any) -> list[str]:
-    """A value of the file as it would stand on the command line; none for an empty one."""
-    if value is None or value == []:
-        return []
-    if isinstance(value, list):
-        if any(item is None or isinstance(item, bool) for item in value):
-            raise ValueError(
-                f"{key}={value!r} holds what YAML takes for {value!r}; put quotes around names "
-                "such as no, yes, on, off and null."
-            )
-        return [f"--{key}", *map(str, value)]
-    if value is False and key.endswith("_strategy"):  # YAML takes a bare no for false
-        value = "no"
-    return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
-
-
-def _unknown(key: str, known: set[str], where: str) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see --help for the known ones."
-    return f"unknown option {key!r} in {where}: {hint}"

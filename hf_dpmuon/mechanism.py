@@ -23,20 +23,18 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
 
-from hf_dpmuon.accounting import NoiseEvent
+from hf_dpmuon.accounting import Clipping, NoiseEvent
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.randomness import keyed_generator
 
 __all__ = ["Clipping", "GaussianMechanism", "clip_factors"]
-
-Clipping = Literal["flat", "per_layer", "automatic"]
 
 LEAST_FACTOR = 1e-30  # also divided by a loss scale, float32 holds it with all its digits
 AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)

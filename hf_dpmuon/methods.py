@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFil
 from hf_dpmuon.known_noise import KnownNoise
 from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
+from hf_dpmuon.options import Filter, Optimizer
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
 
 __all__ = ["Method", "create_optimizer", "routing_table"]
-
-Optimizer = Literal["sgd", "adam", "muon", "muon_s"]
-Filter = Literal["none", "doppler", "disk"]
 
 # Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
 # DP-Muon-S steps in the units of DP-SGD.

@@ -30,7 +30,7 @@ from transformers import (
     ProgressCallback,
     TrainerCallback,
 )
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SchedulerType, TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import DrawDataset, Head, RowWise, template
@@ -66,6 +66,7 @@ TELLING = (
     *("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"),
     "train_loss",
 )
+STEERED_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 OF_SAMPLING = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
@@ -270,7 +271,12 @@ class DPTrainer(PublishingTrainer):
 
         At a learning rate of zero a step would spend privacy and move nothing.
         """
-        if self.lr_scheduler is not None or self.args.get_warmup_steps(num_training_steps) == 0:
+        steered = self.args.lr_scheduler_type in STEERED_SCHEDULES  # which know no warm-up
+        if (
+            self.lr_scheduler is not None
+            or steered
+            or self.args.get_warmup_steps(num_training_steps) == 0
+        ):
             return super().create_scheduler(num_training_steps, optimizer)
         scheduler = super().create_scheduler(num_training_steps + 1, optimizer)
         with warnings.catch_warnings():

@@ -20,140 +20,34 @@ import logging
 import os
 import sys
 
-import torch
-from safetensors import SafetensorError
-from transformers import set_seed
-
-from hf_dpmuon.arguments import (
-    DataArguments,
-    DPTrainingArguments,
-    ModelArguments,
-    parse_arguments,
-)
-from hf_dpmuon.data import (
-    ImageExamples,
-    ImageSplits,
-    build_transforms,
-    class_weights,
-    load_image_dataset,
-)
-from hf_dpmuon.models import LoadedModel, load_model
-from hf_dpmuon.rounding import round_up, round_up_fixed
-from hf_dpmuon.trainer import DPTrainer
-
-# One AUROC for each label, where there are several.
-METRICS_SHOWN = ("eval_accuracy", "eval_balanced", "eval_f1", "eval_auroc", "eval_expected")
-
-logger = logging.getLogger("finetune_vit")
-
-
-def load_examples(
-    splits: ImageSplits, loaded: LoadedModel, data_args: DataArguments
-) -> tuple[ImageExamples, ImageExamples | None]:
-    """Turn the splits into training and evaluation examples for this model."""
-
-    def examples(split: object, *, train: bool) -> ImageExamples:
-        return ImageExamples(
-            split,
-            image_column=splits.image_column,
-            label_column=splits.label_column,
-            transform=build_transforms(
-                loaded.image_format,
-                train=train,
-                random_flip=data_args.random_flip,
-                random_crop=data_args.random_crop,
-            ),
-        )
-
-    evaluation = None if splits.evaluation is None else examples(splits.evaluation, train=False)
-    return examples(splits.train, train=True), evaluation
-
-
-def finetune(
-    model_args: ModelArguments, data_args: DataArguments, args: DPTrainingArguments
-) -> None:
-    """Load, train, evaluate, save, and say what was spent."""
-    set_seed(args.seed)
-    window = data_args.dicom_window
-    splits = load_image_dataset(
-        data_args.dataset_name,
-        config_name=data_args.dataset_config_name,
-        revision=data_args.dataset_revision,
-        train_split=data_args.train_split,
-        eval_split=data_args.eval_split,
-        eval_fraction=data_args.eval_fraction,
-        image_column=data_args.image_column,
-        label_column=data_args.label_column,
-        label_columns=data_args.label_columns,
-        privacy_unit_column=data_args.privacy_unit_column,
-        privacy_unit_pattern=data_args.privacy_unit_pattern,
-        dicom_window=None if window is None else (window[0], window[1]),
-        on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
-    )
-    loaded = load_model(
-        model_args.model_name_or_path,
-        label_names=splits.label_names,
-        multi_label=splits.multi_label,
-        image_size=model_args.image_size,
-        revision=model_args.model_revision,
-    )
-    for note in (*splits.notes, *loaded.notes):
-        logger.info(note)
-    weights = None
-    if data_args.class_weights is not None:
-        weights = class_weights(
-            data_args.class_weights, splits, public_class_counts=data_args.public_class_counts
-        )
-    train_examples, eval_examples = load_examples(splits, loaded, data_args)
-    trainer = DPTrainer(
-        loaded,
-        args,
-        train_dataset=train_examples,
-        eval_dataset=eval_examples,
-        units=splits.units,
-        max_examples_per_unit=data_args.max_examples_per_unit,
-        repeated_unit=splits.repeated_unit,
-        class_weights=weights,
-        base_model=model_args.model_name_or_path,
-        dataset_name=data_args.dataset_name,
-    )
-    logger.info("Privacy plan: %s", trainer.plan)
-    last = args.resume_from_checkpoint == "last"
-    trainer.train(resume_from_checkpoint=True if last else args.resume_from_checkpoint)
-    say = print if trainer.is_world_process_zero() else logger.debug
-    if trainer.interrupted:
-        say(f"interrupted    --output_dir {args.output_dir} --resume_from_checkpoint last goes on")
-        return
-    metrics = trainer.evaluate() if eval_examples is not None else {}
-    trainer.save_state()
-    trainer.plot_confusion()
-    for name, value in metrics.items():
-        if name.startswith(METRICS_SHOWN):
-            say(f"test {name.removeprefix('eval_').replace('_', ' ')}  {value:.4f}")
-    epsilon, delta = round_up_fixed(trainer.epsilon()), round_up(trainer.plan.delta)
-    say(f"epsilon        {epsilon}  (delta {delta})")
-    trainer.save_model()  # and pushes it under --push_to_hub
-    say(f"saved in       {args.output_dir}")
-    if args.push_to_hub:
-        say(f"pushed to      {trainer.hub_model_id}")
+from hf_dpmuon.parsing import answer_help
 
 
 def main() -> None:
     """Run from the command line; bad input ends with one sentence and exit code 2."""
     handler = logging.StreamHandler(sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
-    for name in ("hf_dpmuon", "finetune_vit"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.INFO if is_main else logging.ERROR)
-        logging.getLogger(name).propagate = False
+    logger = logging.getLogger("hf_dpmuon")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if is_main else logging.ERROR)
+    logger.propagate = False
     try:
-        model_args, data_args, args = parse_arguments()
-        finetune(model_args, data_args, args)
+        answer_help(sys.argv[1:])  # before the frameworks, which it does without
+        import torch
+        from safetensors import SafetensorError
+
+        from hf_dpmuon.arguments import parse_arguments
+        from hf_dpmuon.finetune import finetune
+
+        try:
+            finetune(*parse_arguments())
+        except (NotImplementedError, SafetensorError) as error:
+            raise ValueError(error) from error
         if torch.distributed.is_initialized():
             # Threads that gloo still runs when the interpreter ends would abort the process.
             torch.distributed.barrier()
             torch.distributed.destroy_process_group()
-    except (ValueError, NotImplementedError, OSError, SafetensorError) as error:
+    except (ValueError, OSError) as error:
         print(f"finetune_vit: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -20,6 +20,7 @@ ROOMS = [
     "files",
     "figures",
     "accounting",
+    "options",
     "group_privacy",
     "membership",
     "plan",
@@ -41,6 +42,7 @@ ROOMS = [
     "model_card",
     "public_files",
     "hub",
+    "parsing",
     "arguments",
     "circumstances",
     "keys",
@@ -51,6 +53,7 @@ ROOMS = [
     "training",
     "publishing_trainer",
     "trainer",
+    "finetune",
     "cli",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -142,6 +145,7 @@ LIGHT = {
     "inspect --help": "main(['inspect', '--help'])",
     "card --help": "main(['card', '--help'])",
     "--help": "main(['--help'])",
+    "finetune --help": "from hf_dpmuon.parsing import answer_help; answer_help(['--help'])",
 }
 
 
@@ -154,3 +158,12 @@ def test_light_rooms_and_commands_load_no_framework(entry):
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_optim_imports_torch_spectral_and_known_noise_only():
+    assert imported_rooms(PACKAGE / "optim.py") == {"spectral", "known_noise"}
+    code = (
+        "import sys, hf_dpmuon.optim; heavy = {'transformers', 'PIL', 'torchvision', 'opacus'}; "
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

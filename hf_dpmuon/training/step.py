@@ -93,7 +93,7 @@ class PrivateStep:
             num_units=run.plan.num_units,
             noise_key=b"",  # that of each step is set before it
             fixed_noise=args.noise_seed is not None,
-            clipping=args.clipping,  # type: ignore[arg-type]
+            clipping=args.clipping,
             loss_scale=args.loss_scale,
         )
         return cls(
