@@ -129,18 +129,23 @@ class DPTrainer(PublishingTrainer):
         checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
         checks.check_repeats(train_dataset, units)
-        self._row = template(train_dataset, RowWise(data_collator))
+        row = template(train_dataset, RowWise(data_collator))
         self.folder = ModelFolder.of(
             model,
             processing_class,
             args=args,
             base_model=base_model,
             dataset_name=dataset_name,
-            num_channels=self._row["pixel_values"].shape[0],
-            several_labels=self._row["labels"].dim() > 0,
+            num_channels=row["pixel_values"].shape[0],
+            several_labels=row["labels"].is_floating_point(),
         )
         validate_model(self.folder.module)
         labels, multi_label = self.folder.label_names, self.folder.facts["multi_label"]
+        # Whoever writes a loss of his own knows what labels it takes.
+        own_loss = type(self).compute_loss is not DPTrainer.compute_loss
+        head = None if own_loss else Head(len(labels), multi_label)
+        collator = RowWise(data_collator, head=head)
+        self._row = template(train_dataset, collator)
         self._loss = RowMeanLoss(
             num_classes=len(labels),
             multi_label=multi_label,
@@ -163,13 +168,10 @@ class DPTrainer(PublishingTrainer):
         self._filter: GradientFilter | None = None
         self._interrupt = Interrupt()
         self.interrupted = False
-        # Whoever writes a loss of his own knows what labels it takes.
-        own_loss = type(self).compute_loss is not DPTrainer.compute_loss
-        head = None if own_loss else Head(len(labels), multi_label)
         super().__init__(
             model=self.folder.module,
             args=args,
-            data_collator=RowWise(data_collator, head=head),
+            data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.folder.processor,
