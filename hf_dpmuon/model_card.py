@@ -474,7 +474,7 @@ def _metadata(
     from huggingface_hub import EvalResult, ModelCardData
 
     is_id = _is_hub_id(dataset)
-    other = {} if base_model is None or _is_hub_id(base_model) else {"trained_from": base_model}
+    other = None if base_model is None or _is_hub_id(base_model) else one_line(base_model)
     return ModelCardData(
         license=license,
         base_model=base_model if _is_hub_id(base_model) else None,
@@ -495,7 +495,7 @@ def _metadata(
             for name, value in metrics.items()
         ]
         or None,
-        **{name: one_line(value) for name, value in other.items()},
+        trained_from=other,
     )
 
 
