@@ -55,8 +55,6 @@ ALTERNATIVES = (
     ("label_column", "label_columns"),
 )
 DP_FILTERS = ("none", "doppler", "disk")
-FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
-OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
 # What a method's optimizer is made of, beside its learning rates.
 METHOD_SETTINGS = (
     "dp_optimizer",
@@ -555,18 +553,6 @@ class DPTrainingArguments(TrainingArguments):
             correct_for_noise=self.correct_for_noise,
             **self._method(),
         )
-
-    def recipe(self) -> dict[str, Any]:
-        """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
-        return {
-            "method": f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}",
-            "learning rate": self.learning_rate,
-            "learning rate of the rest": self.vector_learning_rate,
-            "schedule": SchedulerType(self.lr_scheduler_type).value,
-            "warm-up": f"{self.warmup_steps:g}",
-            "expected batch size": self.logical_batch_size,
-            "augmentations of an image in a step": self.augmentation_multiplicity,
-        }
 
     def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
         """Build the filter of ``dp_filter`` for these trainable parameters.
