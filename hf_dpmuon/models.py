@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -258,8 +258,8 @@ def _report_beside(name: str, revision: str | None) -> Path | None:
         return None  # a model of this package or of timm, trained on public data
     try:
         return Path(hf_hub_download(name, REPORT_FILE, revision=revision))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError):
-        return None  # the weights were found, so the report is not there
+    except (EntryNotFoundError, HFValidationError):
+        return None
 
 
 def _stored_config(name_or_path: str) -> dict[str, Any]:

@@ -1,14 +1,19 @@
 """Laws of a saved model: its card says what ran, and what the model was trained on before."""
 
 import json
+import os
 
 import pytest
 import torch
+from PIL import Image
 from test_trainer import Images, tiny_vit, trainer_of
 from transformers import ViTForImageClassification
 
-from hf_dpmuon.accounting import epsilon_bound
-from hf_dpmuon.model_card import read_report
+from hf_dpmuon.accounting import NoiseEvent, epsilon_bound
+from hf_dpmuon.cli import main
+from hf_dpmuon.ledger import PrivacyLedger, RunFacts
+from hf_dpmuon.model_card import build_model_card, hash_weights, privacy_report, read_report
+from hf_dpmuon.models import load_model, save_model
 
 
 def card_of(folder):
@@ -71,6 +76,38 @@ def test_k205_a_model_that_was_never_private_starts_at_zero(tmp_path):
     assert len(run.ledger) == run.state.global_step
     assert "The model that training started from" not in card_of(tmp_path / "run")
     assert read_report(tmp_path / "run" / "privacy_report.json").runs == 1
+
+
+def test_k238_the_command_rebuilds_the_card_of_a_greyscale_model(tmp_path, monkeypatch, capsys):
+    loaded = load_model("builtin:tiny-vit", label_names=("a", "b", "c"), image_size=28)
+    save_model(loaded, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        ledger = PrivacyLedger.create(tmp_path / "privacy_ledger.jsonl")
+        ledger.open_run(RunFacts(1e-5, "rdp", "image", "add or remove one", True, 1000))
+        ledger.record(NoiseEvent(1, 1.1, 0.02, 1.0, "flat", "0" * 64))
+    report = privacy_report(ledger, weights=hash_weights(tmp_path))
+    (tmp_path / "privacy_report.json").write_text(json.dumps(report.to_dict()))
+    first = build_model_card(
+        report,
+        base_model="builtin:tiny-vit",
+        dataset=None,
+        label_names=loaded.label_names,
+        recipe={},
+        metrics={},
+        num_channels=1,
+    )
+    (tmp_path / "README.md").write_text(first)
+    assert main(["card", str(tmp_path)]) == 0
+    card = capsys.readouterr().out
+    assert card == first
+    Image.new("L", (50, 40), 90).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    printed: list[torch.Tensor] = []
+    snippet = card.split("```python\n")[1].split("```")[0]
+    folder = str(tmp_path)
+    exec(snippet.replace("<this repository or folder>", folder), {"print": printed.append})
+    assert printed[0].shape == (1, 3)
 
 
 def test_k239_an_optimizer_and_a_scheduler_that_were_handed_in_are_named(tmp_path):
