@@ -33,7 +33,7 @@ from torch.utils.data import Dataset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments, PoissonSampler, load_model
 from hf_dpmuon.mechanism import GaussianMechanism
-from hf_dpmuon.randomness import secret_generator
+from hf_dpmuon.randomness import keyed_generator
 from hf_dpmuon.sampling import LogicalBatch
 
 PARTS = ("sampling and loading", "forward and backward", "clipping", "reduction and noise", "rest")
@@ -250,13 +250,12 @@ def main() -> None:
         for expected in (64, 1024, 16384):
             if expected > units:
                 continue
-            sampler = PoissonSampler(
-                units, sample_rate=expected / units, generator=secret_generator(0)
-            )
+            sampler = PoissonSampler(units, sample_rate=expected / units)
+            generator = keyed_generator(b"benchmark", str(units).encode())
             times = []
             for _ in range(5):
                 start = time.perf_counter()
-                sampler.draw()
+                sampler.draw(generator)
                 times.append(time.perf_counter() - start)
             lines.append(row([f"{units:,}", f"{expected:,}", f"{statistics.median(times):.5f}"]))
     text = "\n".join(lines) + "\n"

@@ -82,7 +82,7 @@ def ours(engine_class: type[PerSampleEngine]) -> Callable[[nn.Module], Step]:
 
         def step(images: Tensor, labels: Tensor) -> None:
             F.cross_entropy(engine(images).logits, labels, reduction="sum").backward()
-            norms = engine.per_sample_norms()
+            norms = engine.per_unit_norms()
             total = torch.linalg.vector_norm(torch.stack(list(norms.values())), dim=0)
             factor = (MAX_GRAD_NORM / total).clamp(max=1.0)
             engine.add_weighted_sum(dict.fromkeys(norms, factor), into=sums)

@@ -8,14 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dpmuon.accounting import (
-        SampledGaussian,
-        calibrate_noise_multiplier,
-        compute_epsilon,
-        group_epsilon,
-        membership_tpr,
-        num_steps,
-    )
+    from hf_dpmuon.accounting import SampledGaussian, compute_epsilon
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
     from hf_dpmuon.data import (
         ImageExamples,
@@ -30,9 +23,11 @@ if TYPE_CHECKING:
         GhostGradSampleModule,
         HooksGradSampleModule,
     )
+    from hf_dpmuon.group_privacy import group_epsilon
     from hf_dpmuon.hub import push_folder
     from hf_dpmuon.ledger import PrivacyLedger
     from hf_dpmuon.mechanism import GaussianMechanism
+    from hf_dpmuon.membership import membership_tpr
     from hf_dpmuon.metrics import build_metrics, plot_confusion
     from hf_dpmuon.model_card import (
         build_model_card,
@@ -42,6 +37,7 @@ if TYPE_CHECKING:
     )
     from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS, KnownNoise, create_optimizer
+    from hf_dpmuon.plan import PrivacyPlan, calibrate_noise_multiplier, num_steps
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
     from hf_dpmuon.spectral import (
         newton_schulz,
@@ -53,14 +49,10 @@ if TYPE_CHECKING:
     from hf_dpmuon.units import PrivacyUnits
 
 _ROOMS = {
-    "accounting": (
-        "SampledGaussian",
-        "calibrate_noise_multiplier",
-        "compute_epsilon",
-        "group_epsilon",
-        "membership_tpr",
-        "num_steps",
-    ),
+    "accounting": ("SampledGaussian", "compute_epsilon"),
+    "group_privacy": ("group_epsilon",),
+    "membership": ("membership_tpr",),
+    "plan": ("PrivacyPlan", "calibrate_noise_multiplier", "num_steps"),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "class_weights", "load_image_dataset"),
     "diagnostics": ("signal_to_noise",),
@@ -106,6 +98,7 @@ __all__ = [
     "ModelArguments",
     "PoissonSampler",
     "PrivacyLedger",
+    "PrivacyPlan",
     "PrivacyUnits",
     "SampledGaussian",
     "build_metrics",

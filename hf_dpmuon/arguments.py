@@ -29,6 +29,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames
 
+from hf_dpmuon.accounting import Accountant
 from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.mechanism import Clipping
@@ -46,7 +47,6 @@ __all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_argu
 # Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
 # DP-Muon-S steps in the units of DP-SGD.
 LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
-ACCOUNTANTS = ("rdp", "prv")
 # Of which one says what the other would.
 ALTERNATIVES = (
     ("target_epsilon", "noise_multiplier"),
@@ -55,8 +55,6 @@ ALTERNATIVES = (
     ("label_column", "label_columns"),
 )
 DP_FILTERS = ("none", "doppler", "disk")
-FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
-OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
 # What a method's optimizer is made of, beside its learning rates.
 METHOD_SETTINGS = (
     "dp_optimizer",
@@ -284,8 +282,8 @@ class DPTrainingArguments(TrainingArguments):
             "clipping; costs K times the time, no privacy, and often gains accuracy."
         },
     )
-    accountant: str = field(
-        default="rdp", metadata={"help": "Accountant of the reported epsilon: rdp or prv."}
+    accountant: Accountant = field(
+        default="rdp", metadata={"help": "Accountant of the reported epsilon."}
     )
     grad_sample_mode: str = field(
         default="bookkeeping",
@@ -492,7 +490,7 @@ class DPTrainingArguments(TrainingArguments):
             )
         for name, value, legal in (
             ("clipping", self.clipping, get_args(Clipping)),
-            ("accountant", self.accountant, ACCOUNTANTS),
+            ("accountant", self.accountant, get_args(Accountant)),
             ("grad_sample_mode", self.grad_sample_mode, (*ENGINES, "auto")),
             ("dp_optimizer", self.dp_optimizer, DP_OPTIMIZERS),
             ("dp_filter", self.dp_filter, DP_FILTERS),
@@ -560,18 +558,6 @@ class DPTrainingArguments(TrainingArguments):
             correct_for_noise=self.correct_for_noise,
             **self._method(),
         )
-
-    def recipe(self) -> dict[str, Any]:
-        """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
-        return {
-            "method": f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}",
-            "learning rate": self.learning_rate,
-            "learning rate of the rest": self.vector_learning_rate,
-            "schedule": SchedulerType(self.lr_scheduler_type).value,
-            "warm-up": f"{self.warmup_steps:g}",
-            "expected batch size": self.logical_batch_size,
-            "augmentations of an image in a step": self.augmentation_multiplicity,
-        }
 
     def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
         """Build the filter of ``dp_filter`` for these trainable parameters.

@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
 
-from hf_dpmuon.accounting import round_up_fixed
+from hf_dpmuon.rounding import round_up_fixed
 
-__all__ = ["BudgetSpentError", "Interrupt", "PrivacyProgressCallback", "StopCallback"]
+__all__ = ["Interrupt", "PrivacyProgressCallback", "StopCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,6 @@ class StopCallback(TrainerCallback):
             logger.warning("Privacy budget spent after step %d: stopping.", state.global_step)
             control.should_training_stop = True
         return control
-
-
-class BudgetSpentError(Exception):
-    """No further draw of noise is affordable."""
 
 
 class Interrupt:

@@ -17,9 +17,11 @@ import math
 import os
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,8 +33,7 @@ __all__ = ["main"]
 
 FPR = 0.01
 FACTORS = (0.5, 1, 2, 4, 8, 16)  # of the batch size asked for
-MOST_STEPS = 10**9
-LABELS = {"noise_per_unit": "noise in the mean gradient / C"}
+LARGEST_GAP = 0.05  # between the epochs of two rows that are compared
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,8 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     length = budget.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, metavar="T", help="draws of noise")
     length.add_argument("--epochs", type=float, metavar="X", help="passes over the data")
-    budget.add_argument("--delta", type=float, metavar="D", help="of the guarantee (1 / (10 N))")
-    budget.add_argument("--accountant", choices=("rdp", "prv"), default="rdp", help="(rdp)")
+    budget.add_argument("--delta", type=float, metavar="D", help="delta (1 / (10 N))")
+    budget.add_argument(
+        "--accountant",
+        choices=("rdp", "prv", "pld"),
+        default="rdp",
+        help="(rdp)",
+    )
     budget.add_argument("--plot", type=Path, metavar="PNG", help="picture of the table")
     budget.set_defaults(command=_budget)
 
@@ -127,62 +133,59 @@ def _parser() -> argparse.ArgumentParser:
 # Budget
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A run as the accountant sees it, and what follows from it.
-
-    Attributes:
-        logical_batch_size: B, the expected number of units in a step.
-        sample_rate: q = B / N.
-        steps: T.
-        epochs: T q, expected passes over the data.
-        sigma: Noise multiplier.
-        epsilon: Of the whole run.
-        membership_tpr: The most members that any test finds at 1 % false alarms, by epsilon and
-            delta.
-        sharper_membership_tpr: The same by the epsilons at other deltas, too.
-        noise_per_unit: sigma / B: standard deviation of the noise in the mean gradient, in units of
-            the clipping bound.
-        asked: Whether it is the one of the batch size asked for.
-    """
-
-    logical_batch_size: int
-    sample_rate: float
-    steps: int
-    epochs: float
-    sigma: float
-    epsilon: float
-    membership_tpr: float
-    sharper_membership_tpr: float
-    noise_per_unit: float
-    asked: bool
-
-
 def _budget(options: argparse.Namespace) -> str:
-    length = options.epochs if options.steps is None else options.steps
-    if sum(value is not None for value in (options.epsilon, options.sigma, length)) != 2:
-        raise ValueError("two of --epsilon, --sigma and --steps (or --epochs) must be given.")
-    if options.num_units < 1:
-        raise ValueError(f"num_units={options.num_units} must be >= 1.")
-    if not 1 <= options.logical_batch_size <= options.num_units:
-        raise ValueError(
-            f"logical_batch_size={options.logical_batch_size} must be in [1, "
-            f"{options.num_units}], the number of units."
+    from hf_dpmuon.figures import draw_budgets
+    from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
+    from hf_dpmuon.plan import PrivacyPlan
+    from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
+
+    def solve(batch_size: int) -> PrivacyPlan:
+        return PrivacyPlan.solve(
+            num_units=options.num_units,
+            logical_batch_size=batch_size,
+            target_epsilon=options.epsilon,
+            noise_multiplier=options.sigma,
+            steps=options.steps,
+            num_epochs=options.epochs,
+            delta=options.delta,
+            accountant=options.accountant,
         )
-    delta = 1 / (10 * options.num_units) if options.delta is None else options.delta
-    if not 0 < delta < 1 / options.num_units:
-        raise ValueError(f"delta={delta} must be in (0, 1/N), N={options.num_units}.")
+
+    if options.sigma is not None and not options.sigma > 0:
+        raise ValueError(f"sigma={options.sigma} must be a finite number > 0.")
     asked = options.logical_batch_size
-    plans = [_plan(options, delta, asked)]
+    plans = {asked: solve(asked)}
     for batch_size in {math.ceil(factor * asked) for factor in FACTORS} - {asked}:
         if batch_size <= options.num_units:
-            try:
-                plans.append(_plan(options, delta, batch_size))
-            except ValueError:
-                continue  # what was asked for has no solution at this batch size
-    plans.sort(key=lambda plan: plan.logical_batch_size)
+            with suppress(ValueError):  # what was asked for has no solution at this batch size
+                plans[batch_size] = solve(batch_size)
+    delta = plans[asked].delta
+    rows = [
+        {
+            "logical_batch_size": batch_size,
+            "sample_rate": plan.sample_rate,
+            "steps": plan.steps,
+            "epochs": plan.epochs,
+            "sigma": plan.noise_multiplier,
+            "epsilon": plan.epsilon,
+            "membership_tpr": membership_tpr(epsilon=plan.epsilon, delta=delta, fpr=FPR),
+            "sharper_membership_tpr": sharper_membership_tpr(
+                [plan.draws], delta=delta, fpr=FPR, accountant=plan.accountant
+            ),
+            "noise_per_unit": plan.noise_multiplier / batch_size,
+            "asked": batch_size == asked,
+        }
+        for batch_size, plan in sorted(plans.items())
+    ]
+    unlike = [] if options.epochs is None else _unlike(rows, options.epochs)
     if options.plot is not None:
-        _plot_plans(plans, options)
+        answer = (
+            "epsilon" if options.epsilon is None else "sigma" if options.sigma is None else "steps"
+        )
+        if not draw_budgets(rows, answer, path=options.plot, joined=not unlike):
+            raise ValueError(
+                "--plot needs matplotlib, which must be installed: pip install 'hf-dpmuon[plots]'."
+            )
     if options.json:
         return _json(
             {
@@ -190,11 +193,9 @@ def _budget(options: argparse.Namespace) -> str:
                 "delta": delta,
                 "accountant": options.accountant,
                 "adjacency": "add or remove one",
-                "plans": [asdict(plan) for plan in plans],
+                "plans": rows,
             }
         )
-    from hf_dpmuon.accounting import percent_up, round_up, round_up_fixed
-
     header = f"{'batch':>8} {'q':>10} {'steps':>8} {'epochs':>8} {'sigma':>9} {'epsilon':>9} "
     return "\n".join(
         [
@@ -203,134 +204,34 @@ def _budget(options: argparse.Namespace) -> str:
             "",
             header + f"{'noise':>9} {'TPR':>7}",
             *(
-                f"{'*' if p.asked else ' '}{p.logical_batch_size:>7} {p.sample_rate:>10.4g} "
-                f"{p.steps:>8} {p.epochs:>8.4g} {p.sigma:>9.6g} "
-                f"{round_up_fixed(p.epsilon):>9} {p.noise_per_unit:>9.3g} "
-                f"{percent_up(p.sharper_membership_tpr):>7}"
-                for p in plans
+                f"{'*' if r['asked'] else ' '}{r['logical_batch_size']:>7} "
+                f"{r['sample_rate']:>10.4g} {r['steps']:>8} {r['epochs']:>8.4g} "
+                f"{r['sigma']:>9.6g} {round_up_fixed(r['epsilon']):>9} "
+                f"{r['noise_per_unit']:>9.3g} {percent_up(r['sharper_membership_tpr']):>7}"
+                for r in rows
             ),
             "",
             "noise: its standard deviation in the mean gradient, in units of the clipping bound.",
             "TPR: the most members that a membership test finds at 1 % false alarms.",
+            *unlike,
         ]
     )
 
 
-def _plan(options: argparse.Namespace, delta: float, batch_size: int) -> Plan:
-    from hf_dpmuon.accounting import (
-        SampledGaussian,
-        calibrate_noise_multiplier,
-        compute_epsilon,
-        membership_tpr,
-        num_steps,
-        sharper_membership_tpr,
+def _unlike(rows: Sequence[Mapping[str, Any]], epochs: float) -> list[str]:
+    """A sentence that names the rows whose whole steps are not the epochs asked for."""
+    others = [
+        f"{row['epochs']:.3g} at a batch of {row['logical_batch_size']}"
+        for row in rows
+        if abs(row["epochs"] / epochs - 1) > LARGEST_GAP
+    ]
+    if not others:
+        return []
+    return textwrap.wrap(
+        f"Rows are not all alike: an epoch is a whole number of steps, so that --epochs {epochs:g} "
+        f"are {', '.join(others)}; give --steps to compare otherwise.",
+        width=100,
     )
-
-    sample_rate = batch_size / options.num_units
-    steps, sigma = options.steps, options.sigma
-    if options.epochs is not None:
-        steps = num_steps(num_epochs=options.epochs, sample_rate=sample_rate)
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps={steps} must be >= 1.")
-    if sigma is not None and not 0 < sigma < math.inf:
-        raise ValueError(f"sigma={sigma} must be a finite number > 0.")
-    if options.epsilon is not None and not 0 < options.epsilon < math.inf:
-        raise ValueError(f"epsilon={options.epsilon} must be a finite number > 0.")
-    if steps is None:
-        steps = _affordable(options, delta, sample_rate)
-    if sigma is None:
-        sigma = calibrate_noise_multiplier(
-            target_epsilon=options.epsilon,
-            target_delta=delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            accountant=options.accountant,
-        )
-    epsilon = compute_epsilon(
-        noise_multiplier=sigma,
-        sample_rate=sample_rate,
-        steps=steps,
-        delta=delta,
-        accountant=options.accountant,
-    )
-    return Plan(
-        logical_batch_size=batch_size,
-        sample_rate=sample_rate,
-        steps=steps,
-        epochs=steps * sample_rate,
-        sigma=sigma,
-        epsilon=epsilon,
-        membership_tpr=membership_tpr(epsilon=epsilon, delta=delta, fpr=FPR),
-        sharper_membership_tpr=sharper_membership_tpr(
-            [SampledGaussian(sigma, sample_rate, steps)],
-            delta=delta,
-            fpr=FPR,
-            accountant=options.accountant,
-        ),
-        noise_per_unit=sigma / batch_size,
-        asked=batch_size == options.logical_batch_size,
-    )
-
-
-def _affordable(options: argparse.Namespace, delta: float, sample_rate: float) -> int:
-    from hf_dpmuon.accounting import affordable_steps, compute_epsilon, round_up
-
-    def affordable(limit: int, accountant: str) -> int:
-        return affordable_steps(
-            [],
-            noise_multiplier=options.sigma,
-            sample_rate=sample_rate,
-            target_epsilon=options.epsilon,
-            delta=delta,
-            accountant=accountant,
-            limit=limit,
-        )
-
-    steps = affordable(MOST_STEPS, "rdp")
-    if options.accountant == "prv":  # slower, and never above RDP: search from its answer upwards
-        limit = 2 * steps + 1
-        while (steps := affordable(limit, "prv")) == limit < MOST_STEPS:
-            limit *= 2
-    if steps >= MOST_STEPS:
-        raise ValueError(
-            f"sigma={options.sigma} must be smaller: {MOST_STEPS} steps cost less than "
-            f"epsilon={options.epsilon}."
-        )
-    if steps == 0:
-        one = compute_epsilon(
-            noise_multiplier=options.sigma,
-            sample_rate=sample_rate,
-            steps=1,
-            delta=delta,
-            accountant=options.accountant,
-        )
-        raise ValueError(
-            f"epsilon={options.epsilon} must be at least {round_up(one, 4)}, the cost of one step."
-        )
-    return steps
-
-
-def _plot_plans(plans: Sequence[Plan], options: argparse.Namespace) -> None:
-    from hf_dpmuon.metrics import can_plot, save_figure
-
-    if not can_plot():
-        raise ValueError(
-            "--plot needs matplotlib, which must be installed: pip install 'hf-dpmuon[plots]'."
-        )
-    from matplotlib.figure import Figure
-
-    batch_sizes = [plan.logical_batch_size for plan in plans]
-    answer = "epsilon" if options.epsilon is None else "sigma" if options.sigma is None else "steps"
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    for place, name in enumerate((answer, "noise_per_unit"), start=1):
-        axes = figure.add_subplot(1, 2, place)
-        axes.plot(batch_sizes, [asdict(plan)[name] for plan in plans], marker="o")
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("logical batch size")
-        axes.set_ylabel(LABELS.get(name, name))
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    save_figure(figure, options.plot)
 
 
 # Inspect and card
@@ -383,7 +284,7 @@ def _inspect(options: argparse.Namespace) -> str:
 def _card(options: argparse.Namespace) -> str:
     from huggingface_hub import ModelCard
 
-    from hf_dpmuon.metrics import write_whole
+    from hf_dpmuon.files import write_whole
     from hf_dpmuon.model_card import PLOT_FILE, build_model_card
 
     report, ledger, _ = _load(options.path)
@@ -491,16 +392,17 @@ def _said(ahead: int) -> str:
 
 def _public_facts(folder: Path) -> dict[str, Any]:
     """What the card that lies in the folder, and the model's configuration, say of the model."""
-    from hf_dpmuon.model_card import CARD_FILE, LOADING
+    from hf_dpmuon.model_card import CARD_FILE, LIBRARIES
 
     config = _read(folder / "config.json", json.loads)
     labels = config.get("id2label") or config.get("label_names") or []
     metadata = _read(folder / CARD_FILE, _metadata)
     results = metadata.get("eval_results") or []
-    libraries = [name for name in _texts(metadata.get("library_name")) if name in LOADING]
+    libraries = [name for name in _texts(metadata.get("library_name")) if name in LIBRARIES]
+    base_models = _texts(metadata.get("base_model")) or _texts(metadata.get("trained_from"))
     datasets = _texts(metadata.get("datasets")) or _texts([r.dataset_name for r in results])
     return {
-        "base_model": next(iter(_texts(metadata.get("base_model"))), None),
+        "base_model": next(iter(base_models), None),
         "dataset": next(iter(datasets), None),
         "label_names": _texts(list(labels.values()) if isinstance(labels, dict) else labels),
         "recipe": {},
@@ -513,6 +415,7 @@ def _public_facts(folder: Path) -> dict[str, Any]:
         "license": next(iter(_texts(metadata.get("license"))), None),
         "model_name": next(iter(_texts(metadata.get("model_name"))), None),
         "multi_label": config.get("problem_type") == "multi_label_classification",
+        "num_channels": 1 if config.get("num_channels") == 1 else 3,
     }
 
 

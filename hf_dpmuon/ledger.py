@@ -18,14 +18,20 @@ Guarantees:
 import hashlib
 import json
 import os
-import tempfile
 import warnings
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dpmuon.accounting import EpsilonBound, SampledGaussian, epsilon_bound, group_epsilon
-from hf_dpmuon.mechanism import NoiseEvent
+from hf_dpmuon.accounting import (
+    EpsilonBound,
+    NoiseEvent,
+    SampledGaussian,
+    epsilon_bound,
+)
+from hf_dpmuon.files import FOR_OWNER, sync_folder, write_whole
+from hf_dpmuon.group_privacy import group_epsilon
 
 __all__ = ["RunFacts", "PrivacyLedger"]
 
@@ -85,6 +91,7 @@ class PrivacyLedger:
         self.path = Path(path)
         self._runs: list[RunFacts] = []
         self._starts: list[int] = []  # draws before each run
+        self._start_heads: list[str] = []  # chain value of the line of each run
         self._events: list[NoiseEvent] = []
         self._segments: list[SampledGaussian] = []
         self._chain: list[str] = []
@@ -106,7 +113,7 @@ class PrivacyLedger:
                 "output folder."
             ) from None
         os.close(descriptor)
-        _sync_folder(Path(path).parent)
+        sync_folder(Path(path).parent)
         return cls(path)
 
     @classmethod
@@ -147,7 +154,7 @@ class PrivacyLedger:
         """
         self._check_run(facts)
         self._append({"kind": "run", **asdict(facts)})
-        self._start(facts)
+        self._start(facts, self.head)
 
     def record(self, event: NoiseEvent) -> None:
         """Puts a noise draw on the disk; to be called before the weights move.
@@ -236,6 +243,14 @@ class PrivacyLedger:
         """The chain value of the last line, which stands for the whole ledger."""
         return self._chain[-1] if self._chain else _GENESIS
 
+    def start_of(self, draw: int) -> str:
+        """The chain value of the line of the start that made a draw, which stands for that start.
+
+        Args:
+            draw: Index of the draw, from 0.
+        """
+        return self._start_heads[bisect_right(self._starts, draw) - 1]
+
     def __len__(self) -> int:
         return len(self._events)
 
@@ -252,17 +267,7 @@ class PrivacyLedger:
         path = Path(path)
         with open(self.path, "rb") as source:
             whole_lines = source.read(self._size)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as target:
-                target.write(whole_lines)
-                target.flush()
-                os.fsync(target.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        _sync_folder(path.parent)
+        write_whole(path, whole_lines, mode=FOR_OWNER)
 
     @property
     def _facts(self) -> RunFacts:
@@ -283,8 +288,9 @@ class PrivacyLedger:
                         f"{self.path}; start a new ledger in another output folder."
                     )
 
-    def _start(self, facts: RunFacts) -> None:
+    def _start(self, facts: RunFacts, head: str) -> None:
         self._runs.append(facts)
+        self._start_heads.append(head)
         self._starts.append(len(self._events))
 
     def _count(self, event: NoiseEvent, mechanism: SampledGaussian) -> None:
@@ -321,7 +327,7 @@ class PrivacyLedger:
             ) from error
         if isinstance(entry, RunFacts):
             self._check_run(entry)
-            self._start(entry)
+            self._start(entry, chain)
         else:
             self._count(entry, mechanism)
         self._chain.append(chain)
@@ -382,12 +388,3 @@ def _write_all(descriptor: int, data: bytes) -> None:
     """``os.write`` to the end: a nearly full disk takes a part without an error."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a new name in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,6 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,35 +30,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
 
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.randomness import keyed_generator
 
-__all__ = ["Clipping", "GaussianMechanism", "NoiseEvent", "clip_factors"]
+__all__ = ["Clipping", "GaussianMechanism", "clip_factors"]
 
 Clipping = Literal["flat", "per_layer", "automatic"]
 
+LEAST_FACTOR = 1e-30  # also divided by a loss scale, float32 holds it with all its digits
 AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)
-
-
-@dataclass(frozen=True)
-class NoiseEvent:
-    """One draw of noise: what the accountant and an auditor need to know of it.
-
-    Attributes:
-        step: Logical step, from 1.
-        noise_multiplier: sigma, the noise's standard deviation in units of ``max_grad_norm``.
-        sample_rate: Inclusion probability q of each privacy unit in this step.
-        max_grad_norm: C, the bound on one unit's contribution to the sum.
-        clipping: The rule that enforces the bound.
-        digest: SHA-256 of the released gradient; a function of the release, so free of cost.
-    """
-
-    step: int
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    clipping: str
-    digest: str
 
 
 def clip_factors(
@@ -74,19 +54,21 @@ def clip_factors(
     ========== ===================================================================
 
     Args:
-        norms: Per parameter, norms of the samples' gradients, float32 of shape (B,).
+        norms: Per parameter, norms of the samples' gradients, of shape (B,).
         max_grad_norm: The bound C.
         clipping: The rule.
         num_layers: L, the number of trainable parameters (reached in this pass or not).
 
     Returns:
-        Per parameter, float32 of shape (B,). A sample with a non-finite norm in any parameter has
-        weight 0 in all of them.
+        Per parameter, in the type of the norms, of shape (B,). A sample with a non-finite norm in
+        any parameter has weight 0 in all of them; so has one whose weight would be too small for
+        float32 to hold all its digits.
 
     Guarantees:
-        sqrt(sum over parameters of (factor * norm)^2) <= C (1 + 1e-5) for each sample.
+        sqrt(sum over parameters of (factor * norm)^2) <= C (1 + 1e-5) for each sample, whatever
+        the norms: float64 holds the squares of all of float32.
     """
-    by_parameter = torch.stack(list(norms.values()))  # (P, B)
+    by_parameter = torch.stack(list(norms.values())).double()  # (P, B)
     total = torch.linalg.vector_norm(by_parameter, dim=0)  # (B,)
     match clipping:
         case "flat":
@@ -95,8 +77,8 @@ def clip_factors(
             factors = (max_grad_norm / math.sqrt(num_layers) / by_parameter).clamp(max=1.0)
         case "automatic":
             factors = (max_grad_norm / (total + AUTOMATIC_STABILISER)).expand_as(by_parameter)
-    factors = torch.where(total.isfinite(), factors, 0.0)
-    return dict(zip(norms, factors, strict=True))
+    factors = torch.where(total.isfinite() & (factors >= LEAST_FACTOR), factors, 0.0)
+    return {name: row.to(norms[name].dtype) for name, row in zip(norms, factors, strict=True)}
 
 
 class GaussianMechanism:
@@ -119,7 +101,7 @@ class GaussianMechanism:
         loss_scale: Factor of the loss that was backpropagated, > 0; undone before clipping.
 
     Attributes:
-        votes: Sum over processes of the ``votes`` of the last release.
+        stop_votes: Sum over processes of the ``stop_votes`` of the last release.
 
     Raises:
         ValueError: If a value is outside its range.
@@ -157,7 +139,7 @@ class GaussianMechanism:
         self.expected_batch_size = sample_rate * num_units
         self.clipping: Clipping = clipping
         self.loss_scale = loss_scale
-        self.votes = 0.0
+        self.stop_votes = 0.0
         self.noise_key = noise_key
         self._fixed_noise = fixed_noise
         self._parameters = _trainable(module)
@@ -191,25 +173,26 @@ class GaussianMechanism:
                 set of trainable parameters is no longer the one that is protected.
         """
         self._check_trainable_set()
-        scaled = self.module.per_sample_norms()
-        if scaled:
-            factors = clip_factors(
-                {name: norm / self.loss_scale for name, norm in scaled.items()},
-                max_grad_norm=self.max_grad_norm,
-                clipping=self.clipping,
-                num_layers=len(self._parameters),
-            )
-            weights = {name: factor / self.loss_scale for name, factor in factors.items()}
-            self.module.add_weighted_sum(weights, into=self._sums)
+        with torch.autocast(self._total.device.type, enabled=False):
+            scaled = self.module.per_unit_norms()
+            if scaled:
+                factors = clip_factors(
+                    {name: norm / self.loss_scale for name, norm in scaled.items()},
+                    max_grad_norm=self.max_grad_norm,
+                    clipping=self.clipping,
+                    num_layers=len(self._parameters),
+                )
+                weights = {name: factor / self.loss_scale for name, factor in factors.items()}
+                self.module.add_weighted_sum(weights, into=self._sums)
         self.module.discard()
 
-    def release(self, *, step: int, votes: float = 0.0) -> NoiseEvent:
+    def release(self, *, step: int, stop_votes: float = 0.0) -> NoiseEvent:
         """Write the private mean gradient to every ``p.grad`` and end the logical batch.
 
         Args:
             step: Number of this logical step, from 1.
-            votes: A public number to add up over processes in the same collective, such as 1 for
-                a request to stop; the sum is in ``self.votes``.
+            stop_votes: Public: 1 for a request to stop, else 0. They are added up over processes in
+                the same collective; the sum is in ``self.stop_votes``.
 
         Returns:
             The event to record before the weights move.
@@ -219,10 +202,10 @@ class GaussianMechanism:
             noise on unequal sums does not occur.
         """
         self._check_trainable_set()
-        self._total[-1] = votes
+        self._total[-1] = stop_votes
         if distributed.is_initialized():
             distributed.all_reduce(self._total)  # the one collective of a step
-        self.votes = self._total[-1].item()
+        self.stop_votes = self._total[-1].item()
         private, gradients = _flat_views(self._parameters)
         for gradient, noise in zip(gradients.values(), self._noise(step), strict=True):
             gradient.copy_(torch.from_numpy(noise))

@@ -10,14 +10,9 @@ Guarantees:
 
 from __future__ import annotations
 
-import io
-import math
-import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,25 +26,23 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
+from hf_dpmuon.figures import draw_confusions
+
 if TYPE_CHECKING:
     from transformers import EvalPrediction
 
 __all__ = [
     "EvaluationRecord",
     "build_metrics",
-    "can_plot",
     "classification_metrics",
     "multi_label_metrics",
     "plot_confusion",
-    "save_figure",
-    "write_whole",
 ]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 CALIBRATION_BINS = 15  # Guo et al. 2017 (arXiv 1706.04599)
-MOST_WRITTEN_CLASSES = 30  # above it a confusion matrix is coloured, not written
 
 
 def build_metrics(
@@ -240,59 +233,7 @@ def plot_confusion(
         ValueError: Shapes do not fit, or a label is outside its range.
     """
     matrices = _confusion_matrices(logits, labels, label_names)
-    if not can_plot():
-        return False
-    from matplotlib.figure import Figure
-
-    columns = math.ceil(math.sqrt(len(matrices)))
-    rows = math.ceil(len(matrices) / columns)
-    classes = max(len(names) for _, names, _ in matrices)
-    size = 2.2 + 0.35 * min(classes, MOST_WRITTEN_CLASSES)
-    figure = Figure(figsize=(size * columns, size * rows), layout="constrained")
-    for place, (title, names, counts) in enumerate(matrices, start=1):
-        axes = figure.add_subplot(rows, columns, place)
-        shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-        axes.set_title(title, parse_math=False)
-        axes.set_xlabel("predicted")
-        axes.set_ylabel("label")
-        if len(names) > MOST_WRITTEN_CLASSES:
-            continue
-        axes.set_xticks(range(len(names)), names, rotation=90, parse_math=False)
-        axes.set_yticks(range(len(names)), names, parse_math=False)
-        for (row, column), count in np.ndenumerate(counts):
-            colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, str(count), ha="center", va="center", color=colour)
-    save_figure(figure, path)
-    return True
-
-
-def can_plot() -> bool:
-    """Whether matplotlib, the optional extra ``plots``, is installed."""
-    return find_spec("matplotlib") is not None
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Writes a matplotlib figure as PNG: the same bytes each time, and nothing of this machine."""
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # emoji in a class name
-        figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    write_whole(path, buffer.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file under another name and renames it, so that half of it is never seen.
-
-    Raises:
-        OSError: It could not be written; what was there still is.
-    """
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    return draw_confusions(matrices, path)
 
 
 def _calibration_error(confidence: FloatArray, right: NDArray[np.bool_]) -> float:

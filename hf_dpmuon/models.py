@@ -16,12 +16,16 @@ Guarantees:
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -41,6 +45,9 @@ __all__ = [
     "LoadedModel",
     "load_model",
     "save_model",
+    "set_activation_checkpointing",
+    "unlike_architecture",
+    "ties_written_out",
     "validate_model",
     "ParameterRole",
     "parameter_roles",
@@ -49,6 +56,7 @@ __all__ = [
 BUILTIN_MODELS = {
     "builtin:tiny-vit": Path(__file__).parent / "pretrained" / "tiny-vit-fashion-mnist"
 }
+REPORT_FILE = "privacy_report.json"
 NF_RESNET = "builtin:nf-resnet-50"
 # Side of their images, by default. The stem of NF-ResNet-50 is that of ImageNet.
 SIZES_FROM_SCRATCH = {**dict.fromkeys(ARCHITECTURES, 32), NF_RESNET: 224}
@@ -66,6 +74,7 @@ class LoadedModel:
         label_names: Class names by output.
         notes: What was changed on loading, for the user.
         multi_label: Whether an image may have several labels or none, each with its own logit.
+        report_file: The privacy report that came with the weights, if there was one.
     """
 
     model: nn.Module
@@ -75,6 +84,7 @@ class LoadedModel:
     label_names: tuple[str, ...]
     notes: tuple[str, ...]
     multi_label: bool = False
+    report_file: Path | None = None
 
 
 def load_model(
@@ -120,7 +130,8 @@ def load_model(
         loaded.model.config.problem_type = (
             "multi_label_classification" if multi_label else "single_label_classification"
         )
-    return replace(loaded, multi_label=multi_label)
+    report_file = _report_beside(name_or_path.removeprefix("timm/"), revision)
+    return replace(loaded, multi_label=multi_label, report_file=report_file)
 
 
 def save_model(loaded: LoadedModel, folder: str | Path) -> None:
@@ -132,6 +143,30 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
         loaded: Its `model` may have been trained since it was loaded.
         folder: Made if it does not exist.
     """
+    with ties_written_out(loaded.model):
+        _save(loaded, folder)
+
+
+@contextmanager
+def ties_written_out(model: nn.Module) -> Iterator[None]:
+    """Let a parameter that has several names be saved under each, which files keep apart."""
+
+    def write_out(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        seen: set[int] = set()
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.numel():
+                if value.data_ptr() in seen:
+                    state[name] = value.clone()
+                seen.add(value.data_ptr())
+
+    handle = model.register_state_dict_post_hook(write_out)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _save(loaded: LoadedModel, folder: str | Path) -> None:
     if isinstance(loaded.model, PreTrainedModel):
         assert loaded.processor is not None
         loaded.model.save_pretrained(folder)
@@ -159,6 +194,40 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
     )
 
 
+def unlike_architecture(folder: Path, found: set[str]) -> set[str]:
+    """Return the tensors that a folder's files or its architecture have alone; nothing is loaded.
+
+    Args:
+        folder: It holds a configuration, which anybody may have written.
+        found: The names of the tensors in its files.
+    """
+    config = _stored_config(str(folder))
+    if "architecture" in config:
+        import timm
+
+        settings = {"num_classes": config["num_classes"], **config.get("model_args", {})}
+        with torch.device("meta"):
+            return found ^ set(timm.create_model(config["architecture"], **settings).state_dict())
+    if "residual_network" in config:
+        with torch.device("meta"):
+            network = ResidualNetwork(
+                config["residual_network"],
+                num_classes=len(config["label_names"]),
+                num_channels=config["image_format"]["num_channels"],
+            )
+        return found ^ set(network.state_dict())
+    # Loaded and not compared, since transformers renames tensors when it saves them.
+    _, info = AutoModelForImageClassification.from_pretrained(
+        folder,
+        device_map="meta",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    return {*info["unexpected_keys"], *info["missing_keys"]}
+
+
 # Loading
 
 
@@ -178,6 +247,19 @@ def _load(
     if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
         return _load_timm(name_or_path, label_names, image_size)
     return _load_transformers(name_or_path, label_names, image_size, revision)
+
+
+def _report_beside(name: str, revision: str | None) -> Path | None:
+    """Find what a private training of these very weights stated, in a folder or on the Hub."""
+    if Path(name).is_dir():
+        path = Path(name) / REPORT_FILE
+        return path if path.is_file() else None
+    if name.count("/") != 1:
+        return None  # a model of this package or of timm, trained on public data
+    try:
+        return Path(hf_hub_download(name, REPORT_FILE, revision=revision))
+    except (EntryNotFoundError, HFValidationError):
+        return None
 
 
 def _stored_config(name_or_path: str) -> dict[str, Any]:
@@ -495,6 +577,30 @@ def _freeze_unread(model: nn.Module, image_format: ImageFormat) -> list[str]:
     return [f"frozen, since classification never reads them: {_listed(unread)}"] if unread else []
 
 
+@runtime_checkable
+class _Checkpoints(Protocol):
+    """What timm's models answer."""
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None: ...
+
+
+def set_activation_checkpointing(model: nn.Module, enable: bool) -> None:
+    """Recompute activations in the backward pass, or no longer, in a model that is not HF's.
+
+    Raises:
+        ValueError: If the model does not know how.
+    """
+    try:
+        if not isinstance(model, _Checkpoints):
+            raise AssertionError
+        model.set_grad_checkpointing(enable)
+    except (AssertionError, NotImplementedError):
+        raise ValueError(
+            f"activation_checkpointing=True: {type(model).__name__} does not know how to "
+            "recompute activations; leave it out, or use grad_sample_mode='ghost' to save memory."
+        ) from None
+
+
 # Validation
 
 
@@ -532,6 +638,14 @@ def _module_problems(model: nn.Module) -> Iterator[str]:
             f"BatchNorm mixes samples in {_listed(norms)}: replace it by GroupNorm (as "
             "builtin:resnet-18-gn has it), or freeze it (torchvision.ops.FrozenBatchNorm2d)"
         )
+    adapters = [
+        path or "(root)" for path, m in modules.items() if type(m).__module__.startswith("peft.")
+    ]
+    if adapters:
+        yield (
+            f"{_listed(adapters)} is of peft, whose adapters are not saved with the model, so it "
+            "is not supported yet: pass the plain model, and freeze what should not train"
+        )
     updated = [
         path
         for path, module in modules.items()
@@ -563,6 +677,18 @@ def _parameter_problems(model: nn.Module) -> Iterator[str]:
     ]
     if narrow:
         yield f"{_listed(narrow)} are not fp32: call model.float() and use bf16=True for speed"
+    placed = sorted(
+        (p.data_ptr(), p.nbytes, name)
+        for name, p in trainable.items()
+        if not p.is_meta and p.layout is torch.strided
+    )
+    shared = [
+        f"{name} and {other}"
+        for (start, size, name), (next_start, _, other) in pairwise(placed)
+        if start + size > next_start
+    ]
+    if shared:
+        yield f"{_listed(shared)} share memory, but are two parameters: assign one to both modules"
     absent = [name for name, p in model.named_parameters() if p.is_meta]
     if absent:
         yield f"{_listed(absent)} have no storage (meta device): load the weights first"
@@ -576,6 +702,7 @@ class ParameterRole(str, Enum):
 
     MATRIX = "matrix"  # weight of a linear layer
     FUSED_QKV = "fused_qkv"  # three matrices in one, stacked along the outputs
+    FUSED_PAIR = "fused_pair"  # two: key and value, or query and key
     CONV = "conv"  # weight of a convolution
     PATCH_EMBEDDING = "patch_embedding"  # the convolution that reads the image, with its bias
     HEAD = "head"  # the linear layers that give the logits, with their biases
@@ -583,6 +710,10 @@ class ParameterRole(str, Enum):
     SCALE = "scale"  # LayerScale, and the gains of convolutions with standardised weights
     NORM = "norm"
     BIAS = "bias"
+
+
+# How many matrices a parameter stacks.
+BLOCKS = {ParameterRole.FUSED_QKV: 3, ParameterRole.FUSED_PAIR: 2}
 
 
 @runtime_checkable
@@ -605,10 +736,10 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     heads = _head_layers(model)
     stem = next((module for module in model.modules() if isinstance(module, CONVOLUTIONS)), None)
     fused = {
-        child
+        child: role
         for module in model.modules()
         for child_name, child in module.named_children()
-        if child_name == "qkv" and isinstance(child, nn.Linear) and child.out_features % 3 == 0
+        if isinstance(child, nn.Linear) and (role := _fused_role(child_name, child))
     }
     roles = {}
     for path, module in model.named_modules():
@@ -618,7 +749,7 @@ def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
             elif module is stem and not _is_gain(name, p):
                 role = ParameterRole.PATCH_EMBEDDING
             elif module in fused and p.ndim == 2:
-                role = ParameterRole.FUSED_QKV
+                role = fused[module]
             else:
                 role = _role_in(module, name, p)
             roles[f"{path}.{name}" if path else name] = role
@@ -643,6 +774,15 @@ def _role_in(module: nn.Module, name: str, p: nn.Parameter) -> ParameterRole:
     return ParameterRole.BIAS if name.endswith("bias") else ParameterRole.SCALE
 
 
+def _fused_role(name: str, layer: nn.Linear) -> ParameterRole | None:
+    """Return what a linear layer of timm's attentions holds, by its name and its size."""
+    pair = name in ("kv", "qk") or (name == "qkv" and layer.out_features == 2 * layer.in_features)
+    if pair and layer.out_features % 2 == 0:
+        return ParameterRole.FUSED_PAIR
+    whole = name == "qkv" and layer.out_features % 3 == 0
+    return ParameterRole.FUSED_QKV if whole else None
+
+
 def _is_gain(name: str, p: nn.Parameter) -> bool:
     """Whether a convolution with this parameter scales its weight by it, an entry an output."""
     return name != "weight" and p.ndim >= 2 and p.numel() == len(p)
@@ -651,6 +791,9 @@ def _is_gain(name: str, p: nn.Parameter) -> bool:
 def _head_layers(model: nn.Module) -> set[nn.Module]:
     """Return the linear layers that turn features into logits."""
     if isinstance(model, PreTrainedModel):
+        for child in model.children():
+            if isinstance(child, _HasClassifier):  # timm's model, in HF's wrapper of it
+                return _head_layers(child)
         if model.base_model is model:
             return set()
         outside = set(model.modules()) - set(model.base_model.modules())

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["ARCHITECTURES", "ResidualNetwork"]
 
@@ -127,6 +128,7 @@ class ResidualNetwork(nn.Module):
         normed = width if self.pre_activation else architecture.stem_width
         self.norm = nn.GroupNorm(NUM_GROUPS, normed)
         self.blocks = nn.Sequential(*blocks)
+        self.checkpoints = False
         self.head = nn.Linear(width, num_classes)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -136,12 +138,21 @@ class ResidualNetwork(nn.Module):
         """Return the layer that gives the logits, as timm's models do."""
         return self.head
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of each block in the backward pass, as timm's models do."""
+        self.checkpoints = enable
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return logits (B, K)."""
         x = self.stem(x_BCHW)
         if self.pre_activation:
-            x = F.relu(self.norm(self.blocks(x)))
+            x = F.relu(self.norm(self._through_blocks(x)))
         else:
-            x = self.blocks(F.relu(self.norm(x)))
+            x = self._through_blocks(F.relu(self.norm(x)))
         logits: Tensor = self.head(x.mean((2, 3)))
         return logits
+
+    def _through_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return x

@@ -26,7 +26,7 @@ from hf_dpmuon.filters import (
     lookahead,
     variance_factor,
 )
-from hf_dpmuon.models import ParameterRole, parameter_roles
+from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.spectral import (
     COEFFICIENTS,
     NOISE_AWARE_MAPS,
@@ -722,7 +722,7 @@ class DPMuonS(_MatrixOptimizer):
 
 DP_OPTIMIZERS = ("sgd", "adam", "muon", "muon_s")
 SPECTRAL_OPTIMIZERS = ("muon", "muon_s")
-MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.FUSED_QKV, ParameterRole.CONV})
+MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
 
 
 # Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
@@ -863,22 +863,24 @@ def create_optimizer(
         matrix_roles.add(ParameterRole.HEAD)
     if orthogonalize_patch_embedding or not spectral:
         matrix_roles.add(ParameterRole.PATCH_EMBEDDING)
-    fused, matrices, vectors = [], [], []
+    fused: dict[int, list[nn.Parameter]] = {blocks: [] for blocks in BLOCKS.values()}
+    matrices, vectors = [], []
     for name, p in trainable.items():
         if roles[name] not in matrix_roles or p.ndim < 2:
             vectors.append(p)
-        elif roles[name] is ParameterRole.FUSED_QKV:
-            fused.append(p)
+        elif roles[name] in BLOCKS:
+            fused[BLOCKS[roles[name]]].append(p)
         else:
             matrices.append(p)
-    if spectral and not matrices + fused:
+    if spectral and not (matrices or any(fused.values())):
         raise ValueError(
             f"dp_optimizer={dp_optimizer!r} found no trainable matrix to orthogonalise in this "
             "model; unfreeze its linear layers or set dp_optimizer='sgd'."
         )
     decayed: list[dict[str, Any]]
     if spectral:
-        decayed = [{"params": matrices}, {"params": fused, "blocks": 3}]
+        decayed = [{"params": ps, "blocks": blocks} for blocks, ps in fused.items()]
+        decayed.insert(0, {"params": matrices})
         rest = {
             "params": vectors,
             "rule": "sgd",
@@ -886,7 +888,7 @@ def create_optimizer(
             "momentum": sgd_momentum,
         }
     else:
-        decayed, rest = [{"params": matrices + fused}], {"params": vectors}
+        decayed, rest = [{"params": sum(fused.values(), matrices)}], {"params": vectors}
     groups = [{**group, "weight_decay": weight_decay} for group in decayed]
     groups = [group for group in [*groups, {**rest, "weight_decay": 0.0}] if group["params"]]
     matrix: dict[str, Any] = {"ns_steps": ns_steps, "ns_coefficients": ns_coefficients}

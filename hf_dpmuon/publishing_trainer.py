@@ -35,7 +35,7 @@ class PublishingTrainer(Trainer):
     """The hooks that save and push.
 
     Attributes:
-        run: Its ledger decides what report and card say; its folder is the one that is written.
+        privacy_run: Its ledger decides what report and card say; its folder is what is written.
         folder: Writes a saved model with report and card.
         evaluations: Of the split that was declared for it.
         interrupted: Whether a signal stopped the run; then nothing is pushed.
@@ -43,7 +43,7 @@ class PublishingTrainer(Trainer):
 
     args: DPTrainingArguments
     hub_model_id: str | None  # type: ignore[assignment]
-    run: PrivateRun
+    privacy_run: PrivateRun
     folder: ModelFolder
     evaluations: EvaluationRecord
     interrupted: bool
@@ -52,7 +52,7 @@ class PublishingTrainer(Trainer):
     @property
     def ledger(self) -> PrivacyLedger | None:
         """The record of all noise draws; None before training, and but in the main process."""
-        return self.run.ledger
+        return self.privacy_run.ledger
 
     def card_facts(self) -> dict[str, Any]:
         """What the card says beside the ledger, now."""
@@ -93,7 +93,7 @@ class PublishingTrainer(Trainer):
         Returns:
             Whether it was drawn: in the main process, after an evaluation, with matplotlib.
         """
-        path = self.run.folder / CONFUSION_FILE
+        path = self.privacy_run.folder / CONFUSION_FILE
         return self.is_world_process_zero() and self.evaluations.plot(
             path, label_names=self.folder.label_names
         )
@@ -111,7 +111,7 @@ class PublishingTrainer(Trainer):
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
         if self.args.should_save:
-            folder = self.run.folder if output_dir is None else Path(output_dir)
+            folder = self.privacy_run.folder if output_dir is None else Path(output_dir)
             self.folder.save(folder, self.ledger, with_plot=not self._staging, **self.card_facts())
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -120,16 +120,16 @@ class PublishingTrainer(Trainer):
             raise ValueError("a card needs a ledger with noise draws: train first.")
         report = model_card.privacy_report(self.ledger)
         self.folder.write_card(
-            self.run.folder, self.ledger, report, with_plot=True, **self.card_facts()
+            self.privacy_run.folder, self.ledger, report, with_plot=True, **self.card_facts()
         )
 
     def _get_output_dir(self, trial: Any) -> str:
-        folder = self.run.folder
+        folder = self.privacy_run.folder
         return str(folder / checkpoints.STAGING if self._staging else folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint under a temporary name; rename it when it is whole."""
-        folder, is_main = self.run.folder, self.is_world_process_zero()
+        folder, is_main = self.privacy_run.folder, self.is_world_process_zero()
         wait = self.accelerator.wait_for_everyone
         name = f"checkpoint-{self.state.global_step}"
         with checkpoints.staged(folder, name, is_main=is_main) as staging:
@@ -163,6 +163,12 @@ class PublishingTrainer(Trainer):
         assert self.model is not None
         checkpoints.load_weights(self.model, Path(resume_from_checkpoint))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write nothing: all randomness of a step comes from the run's secret keys."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Read nothing, for nothing was written."""
+
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -180,7 +186,7 @@ class PublishingTrainer(Trainer):
             ValueError: If it is public but should not be, or cannot be reached or written.
         """
         repository = self._repository(token=token, private=private)
-        self.hub_model_id = self.run.from_main(repository.prepare)
+        self.hub_model_id = self.privacy_run.on_main_process(repository.prepare)
 
     def push_to_hub(  # type: ignore[override]  # returns None but in the main process
         self,
@@ -220,10 +226,12 @@ class PublishingTrainer(Trainer):
         def push() -> str:
             if self.ledger is None or len(self.ledger) == 0:
                 raise ValueError("push_to_hub needs a ledger with noise draws: train first.")
-            commits.append(repository.push(self.run.folder, commit_message or "End of training"))
+            commits.append(
+                repository.push(self.privacy_run.folder, commit_message or "End of training")
+            )
             return str(commits[0].repo_url.repo_id)
 
-        self.hub_model_id = self.run.from_main(push)
+        self.hub_model_id = self.privacy_run.on_main_process(push)
         return commits[0] if commits else None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -244,7 +252,7 @@ class PublishingTrainer(Trainer):
         args = self.args
         private = args.hub_private_repo if private is None else private
         return hub.Repository(
-            self.hub_model_id or args.hub_model_id or self.run.folder.absolute().name,
+            self.hub_model_id or args.hub_model_id or self.privacy_run.folder.absolute().name,
             private=private is not False,
             token=token or args.hub_token,
             revision=revision or args.hub_revision,

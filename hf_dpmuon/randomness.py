@@ -17,69 +17,32 @@ import random
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = [
-    "generator_state",
-    "keyed_generator",
-    "restore_generator",
-    "secret_generator",
-    "seeded_globals",
-]
-
-_STREAM = (1,)  # keeps sampling apart from whatever else a seed of the tests may be used for
+__all__ = ["keyed_generator", "new_key", "seeded_globals"]
 
 
-def secret_generator(seed: int | None = None) -> np.random.Generator:
-    """Returns a secret generator, from which units are sampled.
-
-    ``torch.Generator`` on a CPU keeps only 32 bits of its seed, few enough to try them all; this is
-    Philox with a 128-bit key.
+def new_key(seed: int | None = None) -> bytes:
+    """Return 256 secret bits of the operating system, from which all randomness of a run is made.
 
     Args:
-        seed: For tests only, >= 0. A run with a seed is reproducible by anybody who knows the seed
-            and so carries no privacy guarantee. Without one, the operating system gives 256 bits.
+        seed: For tests only, >= 0. Whoever knows it can repeat the run, which therefore carries no
+            guarantee.
 
     Raises:
-        ValueError: ``seed`` is negative.
+        ValueError: If ``seed`` is not in [0, 2^256).
     """
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed={seed} must be >= 0.")
-    entropy = secrets.randbits(256) if seed is None else seed
-    key = np.random.SeedSequence(entropy, spawn_key=_STREAM)
-    return np.random.Generator(np.random.Philox(key))
-
-
-def generator_state(generator: np.random.Generator) -> dict[str, Any]:
-    """Returns the state of a secret generator as plain JSON values; a secret like the generator."""
-    state = generator.bit_generator.state
-    return {
-        **state,
-        "state": {name: array.tolist() for name, array in state["state"].items()},
-        "buffer": state["buffer"].tolist(),
-    }
-
-
-def restore_generator(generator: np.random.Generator, state: dict[str, Any]) -> None:
-    """Puts a generator into a state of :func:`generator_state`; its next draws are the same bits.
-
-    Raises:
-        ValueError: The state is not that of a Philox generator.
-    """
-    if state.get("bit_generator") != "Philox":
-        raise ValueError(f"state['bit_generator']={state.get('bit_generator')!r} must be 'Philox'.")
-    generator.bit_generator.state = {
-        **state,
-        "state": {name: np.array(words, dtype=np.uint64) for name, words in state["state"].items()},
-        "buffer": np.array(state["buffer"], dtype=np.uint64),
-    }
+    if seed is None:
+        return secrets.token_bytes(32)
+    if not 0 <= seed < 2**256:
+        raise ValueError(f"seed={seed} must be in [0, 2^256).")
+    return seed.to_bytes(32, "big")
 
 
 def keyed_generator(*material: bytes) -> np.random.Generator:
-    """A generator whose stream is fixed by a secret key and what it is used for.
+    """Return a generator whose stream is fixed by a secret key and what it is used for.
 
     Args:
         material: The key first, then the use. Equal material gives the equal stream, and any other

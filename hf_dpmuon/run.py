@@ -1,45 +1,45 @@
 """One private run: its plan, what it has spent and may still spend, across stops and processes.
 
 Receives arguments and the number of privacy units, then one event per noise draw; keeps the ledger,
-the secret generators and the budget, and writes and reads what a checkpoint must hold of them.
+the secret keys and the budget, and writes and reads what a checkpoint must hold of them.
 
 Guarantees:
     A draw of noise is in the ledger before ``record`` returns, and no draw is recorded that would
-    pass the budget. A checkpoint resumes with the draws and the noise that would have come next, or
-    not at all. With several processes the main one keeps ledger and noise, and all of them sample
-    and decide alike.
+    pass the budget. Steps that an interrupted run took after a checkpoint are all repeated, bit by
+    bit and at no further cost, or all drawn afresh and counted; which of the two is decided from
+    public facts before a row is drawn. With several processes the main one keeps ledger and keys,
+    and all of them sample and decide alike.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
-import os
-import secrets
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from accelerate.utils import broadcast_object_list
 
-from hf_dpmuon.accounting import affordable_steps, calibrate_noise_multiplier, num_steps
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.arguments import METHOD_SETTINGS, DPTrainingArguments
 from hf_dpmuon.data import RepeatedUnit
+from hf_dpmuon.files import write_json
+from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
-from hf_dpmuon.mechanism import NoiseEvent
-from hf_dpmuon.randomness import generator_state, restore_generator, secret_generator
+from hf_dpmuon.plan import PrivacyPlan, affordable_steps
+from hf_dpmuon.randomness import keyed_generator, new_key
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS
 from hf_dpmuon.units import PrivacyUnits
 
-__all__ = ["PrivacyPlan", "PrivateRun", "write_json"]
+__all__ = ["PrivateRun"]
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "privacy_state.json"
-STATE_KEYS = {"num_units", "settings", "noise_key", "partition", "sampling", "replays"}
+STATE_KEYS = {"step", "num_units", "settings", "label_names", "pending"}
 OPTIMIZER_FILE = "optimizer.pt"
 ADJACENCY = "add or remove one"
 
@@ -61,101 +61,29 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
-    """The run as the accountant sees it, fixed before the first image is used.
+class _Replay:
+    """A step that an interrupted run took after the checkpoint: its release and its key."""
 
-    Attributes:
-        num_units: N, the number of privacy units.
-        sample_rate: q = logical_batch_size / N, exact.
-        steps: T, the number of logical steps.
-        delta: Of the guarantee.
-        noise_multiplier: sigma.
-    """
-
-    num_units: int
-    sample_rate: float
-    steps: int
-    delta: float
-    noise_multiplier: float
-
-    def noise_std(self, max_grad_norm: float) -> float:
-        """Of the noise in each entry of a release."""
-        return self.noise_multiplier * max_grad_norm / (self.sample_rate * self.num_units)
-
-    @classmethod
-    def from_arguments(cls, args: DPTrainingArguments, *, num_units: int) -> PrivacyPlan:
-        """Derive the plan from the arguments and the number of privacy units.
-
-        Raises:
-            ValueError: If q would exceed 1, or delta is not below 1/N.
-        """
-        sample_rate = args.logical_batch_size / num_units
-        if sample_rate > 1:
-            raise ValueError(
-                f"logical_batch_size={args.logical_batch_size} exceeds the {num_units} privacy "
-                f"units of the training data; set at most {num_units}."
-            )
-        delta = 1 / (10 * num_units) if args.target_delta is None else args.target_delta
-        if not 0 < delta < 1 / num_units:
-            raise ValueError(
-                f"target_delta={delta} must be below 1/N = {1 / num_units:.3g}, or a guarantee "
-                "could publish one record in full; leave it unset for 1/(10 N)."
-            )
-        steps = (
-            args.max_steps
-            if args.max_steps > 0
-            else num_steps(num_epochs=args.num_train_epochs, sample_rate=sample_rate)
-        )
-        if args.noise_multiplier is not None:
-            sigma = args.noise_multiplier
-        else:
-            assert args.target_epsilon is not None
-            sigma = calibrate_noise_multiplier(
-                target_epsilon=args.target_epsilon,
-                target_delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=args.accountant,
-            )
-        return cls(
-            num_units=num_units,
-            sample_rate=sample_rate,
-            steps=steps,
-            delta=delta,
-            noise_multiplier=sigma,
-        )
-
-
-@dataclass(frozen=True)
-class _Restored:
-    """What all processes must know of a checkpoint.
-
-    Attributes:
-        sampling: State of the sampling generator.
-        noise_key: Secret key of the noise.
-        replays: By step, what was already released after the checkpoint.
-    """
-
-    sampling: dict[str, Any]
-    noise_key: bytes
-    replays: dict[int, NoiseEvent]
+    event: NoiseEvent
+    key: bytes
 
 
 class PrivateRun:
-    """Ledger, secret generators and budget of one run.
+    """Ledger, secret keys and budget of one run.
 
     Args:
         args: The run's arguments; ``output_dir`` holds the ledger.
-        num_rows: Of the training data.
+        num_rows: Number of rows of the training data.
+        label_names: Names of the classes, in the order of the head's outputs.
         units: Which rows belong together; each is a unit if None.
         max_examples_per_unit: Most rows of a drawn unit in a step.
         repeated_unit: Ids that several rows share although each row is a unit, for the report.
+        earlier: The ledger that came with the model. This run goes on with it if it protects as
+            many units of the same name, which then are taken to be the same ones.
 
     Attributes:
         plan: What the accountant assumes.
         ledger: The ledger, in the main process once ``open`` was called; None elsewhere.
-        noise_key: Secret key of the noise, the same in every process.
-        sampling_generator: In the same state in every process.
         remaining: How many more draws the budget allows.
     """
 
@@ -164,17 +92,29 @@ class PrivateRun:
         args: DPTrainingArguments,
         *,
         num_rows: int,
+        label_names: Sequence[str],
         units: PrivacyUnits | None,
         max_examples_per_unit: int,
         repeated_unit: RepeatedUnit | None = None,
+        earlier: PrivacyLedger | None = None,
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
-        self.plan = PrivacyPlan.from_arguments(args, num_units=num_units)
+        self.plan = PrivacyPlan.solve(
+            num_units=num_units,
+            logical_batch_size=args.logical_batch_size,
+            target_epsilon=args.target_epsilon,
+            noise_multiplier=args.noise_multiplier,
+            steps=args.max_steps if args.max_steps > 0 else None,
+            num_epochs=args.num_train_epochs,
+            delta=args.target_delta,
+            accountant=args.accountant,
+        )
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps
         self._args = args
+        self._label_names = tuple(label_names)
         self._partition = b"" if units is None else units.to_bytes()
         self._is_main = args.process_index == 0
         self._facts = RunFacts(
@@ -188,18 +128,11 @@ class PrivateRun:
             group_name=None if repeated_unit is None else repeated_unit.name,
             max_examples_per_unit=None if units is None else max_examples_per_unit,
         )
-        self._replays: dict[int, NoiseEvent] = {}
-        self.sampling_generator = secret_generator(args.noise_seed)
-        self.noise_key = (
-            secrets.token_bytes(32)
-            if args.noise_seed is None
-            else args.noise_seed.to_bytes(32, "big")
-        )
-        self.noise_key, sampling = self.from_main(self._secrets)
-        restore_generator(self.sampling_generator, sampling)
-
-    def _secrets(self) -> tuple[bytes, dict[str, Any]]:
-        return self.noise_key, generator_state(self.sampling_generator)
+        self._earlier = earlier if earlier is not None and self._continues(earlier) else None
+        self._keys = SecretKeys(self.folder)
+        self._key = b""
+        self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
+        self._replays: dict[int, _Replay] = {}
 
     # ---- budget ----
 
@@ -225,44 +158,52 @@ class PrivateRun:
         """Whether the budget allows this step, or its draw was already counted."""
         return self.remaining > 0 or step in self._replays
 
-    def is_replay(self, event: NoiseEvent) -> bool:
-        """Whether an interrupted run made this very release after the resumed checkpoint."""
-        return self._replays.get(event.step) == event
-
-    def departs(self, event: NoiseEvent) -> bool:
-        """Whether the run no longer repeats what an interrupted run did at this step.
-
-        Its draw is then one that was recorded with another sum. Two releases on one draw are not
-        two independent draws, as which they would be counted: the caller must drop the draw.
-        """
-        return event.step in self._replays and not self.is_replay(event)
-
-    def draw_afresh(self) -> dict[str, Any]:
-        """Forget what an interrupted run did; take new secrets.
-
-        Returns:
-            The new state of the sampling generator. ``noise_key`` is new, too: on another stream
-            of draws two equal sums (of two empty draws, say) are two releases, not one.
-        """
-        self._replays = {}
-        self.noise_key, state = self.from_main(
-            lambda: (secrets.token_bytes(32), generator_state(secret_generator()))
-        )
-        return state
-
     def record(self, event: NoiseEvent) -> None:
-        """Put a draw of noise on the disk, before the weights move.
+        """Put a draw of noise on the disk, before the weights move; one that is there stays one.
 
         Raises:
-            RuntimeError: If it is a new draw and the budget is spent; nothing is recorded.
+            ValueError: If a repeated step is not the one that the ledger holds.
+            RuntimeError: If it is a new draw and the budget is spent. Nothing is recorded.
         """
-        if self.is_replay(event):
+        replay = self._replays.get(event.step)
+        if replay is not None:
+            if event != replay.event:
+                raise ValueError(
+                    f"step {event.step} gives another gradient than before the interruption, with "
+                    "the settings, machine and libraries of then: the training data, their "
+                    "preparation or the code of the model or the loss have changed. Nothing was "
+                    f"released; change them back, or delete {self._keys.folder} to have the steps "
+                    "after the checkpoint drawn afresh and counted again."
+                )
             return
         if self.remaining <= 0:
             raise RuntimeError("the privacy budget is spent; no further step may be taken.")
         if self.ledger is not None:
             self.ledger.record(event)
         self.remaining -= 1
+
+    def _continues(self, earlier: PrivacyLedger) -> bool:
+        """Whether an earlier ledger speaks of as many units of the same name as this run."""
+        facts = earlier.runs[-1]
+        return (facts.privacy_unit, facts.num_units, facts.adjacency) == (
+            self._facts.privacy_unit,
+            self._facts.num_units,
+            self._facts.adjacency,
+        )
+
+    # ---- secret randomness ----
+
+    def key_of(self, step: int) -> bytes:
+        """The secret key of a step, the same in every process.
+
+        A step that the ledger holds has the key it was drawn with; any other has the key that this
+        start took from the operating system, which no checkpoint, copy or backup shares.
+        """
+        return self._replays[step].key if step in self._replays else self._key
+
+    def sampling_generator(self, step: int) -> np.random.Generator:
+        """The generator of the draw of a step, and of the seeds of its rows."""
+        return keyed_generator(self.key_of(step), b"sampling", str(step).encode())
 
     # ---- start and resume ----
 
@@ -273,33 +214,93 @@ class PrivateRun:
             ValueError: If the folder already holds another run's ledger, or the checkpoint does
                 not fit this run.
         """
+        is_second = self.on_main_process(lambda: self.ledger is not None)
+        self._pending = []
         if checkpoint is not None:
-            restored = self.from_main(lambda: self._restore(checkpoint))
-            self.noise_key = restored.noise_key
-            self._replays = restored.replays
-            restore_generator(self.sampling_generator, restored.sampling)
-        elif self.from_main(lambda: self.ledger is not None):
-            # A second run of this trainer: its steps count from 1 again, its draws go on.
-            restore_generator(self.sampling_generator, self.draw_afresh())
-        else:
-            self.from_main(self._check_folder_is_new)
-        self.remaining = self.from_main(self._count_remaining)
+            self._pending = self.on_main_process(lambda: self._restore(checkpoint))
+        elif not is_second:
+            self.on_main_process(self._check_folder_is_new)
+        # A second run of this trainer counts its steps from 1 again; its draws are new ones.
+        seed = None if is_second and checkpoint is None else self._args.noise_seed
+        self._key = self.on_main_process(lambda: new_key(seed))
+        self._replays = {}
+        self.remaining = self.on_main_process(self._count_remaining)
 
-    def open(self) -> None:
-        """Start the ledger's record of this run; nothing was written before."""
-        self.from_main(self._open)
+    def may_start(self) -> bool:
+        """Whether a first step can be affordable: by the budget, or since it may be a replay."""
+        return self.remaining > 0 or bool(self._pending)
 
-    def _open(self) -> None:
+    def open(self, circumstances: dict[str, str], *, is_repeatable: bool) -> None:
+        """Start the ledger's record of this run; nothing was written before.
+
+        Whether steps after the checkpoint are repeated or drawn afresh is decided here, before any
+        row is drawn, from facts that do not depend on the rows.
+
+        Args:
+            circumstances: The public facts on which rounding depends.
+            is_repeatable: Whether the device sums in the same order each time.
+        """
+        now = StartKey(self._key, {**circumstances, "plan": str(self.plan)})
+        self._replays = self.on_main_process(lambda: self._open(now, is_repeatable))
+        if not self._replays:
+            self._pending = []
+
+    def _open(self, now: StartKey, is_repeatable: bool) -> dict[int, _Replay]:
+        is_first = self.ledger is None
         if self.ledger is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.ledger = PrivacyLedger.create(self.folder / LEDGER_FILE)
+            path = self.folder / LEDGER_FILE
+            if self._earlier is None:
+                self.ledger = PrivacyLedger.create(path)
+            else:
+                self._earlier.copy_to(path)
+                self.ledger = PrivacyLedger.load(path)
+                logger.warning(
+                    "The model comes with a ledger of as many units of the same name: this run "
+                    "goes on with it, and epsilon starts at %.4f.",
+                    self.epsilon(),
+                )
+        replays = self._decide_replays(now.circumstances, is_repeatable)
         self.ledger.open_run(self._facts)
+        self._keys.add(self.ledger.head, now, partition=self._partition, is_first=is_first)
+        return replays
+
+    def _decide_replays(
+        self, circumstances: dict[str, str], is_repeatable: bool
+    ) -> dict[int, _Replay]:
+        """All steps after the checkpoint are repeated, or none is."""
+        assert self.ledger is not None
+        if not self._pending:
+            return {}
+        events = [self.ledger.events[index] for index in self._pending]
+        starts = [self._keys.of(self.ledger.start_of(index)) for index in self._pending]
+        kept = [start for start in starts if start is not None]
+        changed = sorted(
+            name
+            for start in kept
+            for name in circumstances.keys() | start.circumstances.keys()
+            if circumstances.get(name) != start.circumstances.get(name)
+        )
+        if len(kept) == len(starts) and not changed and is_repeatable:
+            return {e.step: _Replay(e, start.key) for e, start in zip(events, kept, strict=True)}
+        if changed:
+            reason = f"{changed[0]} is another"
+        else:
+            reason = "their keys are gone" if is_repeatable else "the device does not repeat itself"
+        logger.warning(
+            "%d steps were taken after the checkpoint. They are drawn afresh and counted again, "
+            "since %s.",
+            len(events),
+            reason,
+        )
+        return {}
 
     def _count_remaining(self) -> int:
         if self._args.target_epsilon is None:
             return self.plan.steps
+        spent = self._earlier if self.ledger is None else self.ledger
         return affordable_steps(
-            [] if self.ledger is None else self.ledger.accounted,
+            [] if spent is None else spent.accounted,
             noise_multiplier=self.plan.noise_multiplier,
             sample_rate=self.plan.sample_rate,
             target_epsilon=self._args.target_epsilon,
@@ -318,8 +319,8 @@ class PrivateRun:
                 "another output_dir."
             )
 
-    def _restore(self, checkpoint: Path) -> _Restored:
-        """Read a checkpoint in the main process, which keeps the ledger."""
+    def _restore(self, checkpoint: Path) -> list[int]:
+        """Read a checkpoint in the main process; return the ledger's draws that it lacks."""
         for name in (LEDGER_FILE, STATE_FILE, OPTIMIZER_FILE):
             if not (checkpoint / name).is_file():
                 raise ValueError(
@@ -346,14 +347,20 @@ class PrivateRun:
                 f"checkpoint {checkpoint} protects each {unit} and this run would protect each "
                 f"{self._facts.privacy_unit}; resume with the same privacy_unit_column."
             )
-        if state["partition"] != self._partition_digest(state["noise_key"]):
+        if state["label_names"] != list(self._label_names):
+            raise ValueError(
+                f"checkpoint {checkpoint} has the classes {', '.join(state['label_names'])} and "
+                f"this run has {', '.join(self._label_names)}, in this order; resume with the same "
+                "names in the same order."
+            )
+        if not SecretKeys(checkpoint.parent).fits(self._partition):
             raise ValueError(
                 f"checkpoint {checkpoint} was trained on other privacy units than this data has; "
                 "resume with the same data and privacy_unit_column."
             )
         if checkpoint.resolve().parent != self.folder.resolve():
             self.ledger = self._adopt(at_checkpoint)
-            return _Restored(generator_state(secret_generator()), secrets.token_bytes(32), {})
+            return []
         path = self.folder / LEDGER_FILE
         if not path.exists():
             raise ValueError(
@@ -367,12 +374,8 @@ class PrivateRun:
                 "another run or was changed."
             )
         self.ledger = ledger
-        later = [NoiseEvent(**event) for event in state["replays"]]
-        later += ledger.events[len(at_checkpoint) :]
-        return _Restored(
-            sampling=state["sampling"]["generator"],
-            noise_key=bytes.fromhex(state["noise_key"]),
-            replays={event.step: event for event in later},
+        return _continuation(
+            ledger.events, state["pending"], since=len(at_checkpoint), step=state["step"]
         )
 
     def _check_settings(self, checkpoint: Path, saved: Mapping[str, Any]) -> None:
@@ -400,10 +403,7 @@ class PrivateRun:
         return settings
 
     def _adopt(self, at_checkpoint: PrivacyLedger) -> PrivacyLedger:
-        """Go on with a copy of a checkpoint's ledger in a new folder, with secrets of its own.
-
-        The original run may go on elsewhere, with the secrets that the checkpoint holds.
-        """
+        """Go on with a copy of a checkpoint's ledger in a new folder."""
         path = self.folder / LEDGER_FILE
         if path.exists():
             raise ValueError(
@@ -412,36 +412,25 @@ class PrivateRun:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         at_checkpoint.copy_to(path)
-        logger.warning("Resuming in another folder: samples and noise are drawn afresh.")
+        logger.warning("Resuming in another folder: steps after the checkpoint are not repeated.")
         return PrivacyLedger.load(path)
 
-    def save(
-        self,
-        checkpoint: Path,
-        *,
-        step: int,
-        sampling_state: Mapping[str, Any],
-    ) -> None:
-        """Write into a checkpoint what ``prepare`` reads; the generators' states stay secret."""
+    def save(self, checkpoint: Path, *, step: int) -> None:
+        """Write into a checkpoint what ``prepare`` reads. It holds no secret."""
         assert self.ledger is not None, "the process that saves is the one that keeps the ledger"
         self.ledger.copy_to(checkpoint / LEDGER_FILE)
+        events = self.ledger.events
         state = {
             "step": step,
             "num_units": self.plan.num_units,
             "settings": self._settings(),
-            "noise_key": self.noise_key.hex(),
-            "partition": self._partition_digest(self.noise_key.hex()),
-            "sampling": sampling_state,
+            "label_names": list(self._label_names),
             # A run that is repeating an interrupted one has not reached the end of its ledger.
-            "replays": [asdict(e) for number, e in self._replays.items() if number > step],
+            "pending": [index for index in self._pending if events[index].step > step],
         }
-        write_json(checkpoint / STATE_FILE, state, secret=True)
+        write_json(checkpoint / STATE_FILE, state)
 
-    def _partition_digest(self, key: str) -> str:
-        """Keyed, so that it tells nobody else whose rows belong together."""
-        return hmac.new(bytes.fromhex(key), self._partition, "sha256").hexdigest()
-
-    def from_main(self, make: Callable[[], T]) -> T:
+    def on_main_process(self, make: Callable[[], T]) -> T:
         """Run in the main process; hand its result, or its refusal, to all processes."""
         outcome: list[Any] = [None, None]
         if self._is_main:
@@ -456,16 +445,24 @@ class PrivateRun:
         return value
 
 
-def write_json(path: Path, values: Mapping[str, Any], *, secret: bool = False) -> None:
-    """Write under a temporary name and rename, so that a reader never sees half a file."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(values, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o600 if secret else 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+def _continuation(
+    events: Sequence[NoiseEvent], pending: Sequence[int], *, since: int, step: int
+) -> list[int]:
+    """Which draws in a ledger go on from a checkpoint.
+
+    Args:
+        events: All draws of the ledger.
+        pending: Those that the checkpoint's own run was about to repeat.
+        since: How many of them the checkpoint's ledger has.
+        step: The checkpoint's step.
+
+    Returns:
+        Indices, ascending by step. A start that drew steps afresh replaces those from there on; one
+        that went back before the checkpoint ends the list.
+    """
+    chosen = list(pending)
+    for index in range(since, len(events)):
+        if events[index].step <= step:
+            break
+        chosen = [i for i in chosen if events[i].step < events[index].step] + [index]
+    return chosen

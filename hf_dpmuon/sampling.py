@@ -7,8 +7,8 @@ memory.
 Guarantees:
     Every unit joins every draw independently with probability ``sample_rate``, whatever the
     physical batch size, the number of workers, interruptions and epochs. An empty draw is a draw.
-    The randomness is seeded by the operating system, is never shared with the global generators of
-    ``torch``, ``numpy`` or ``random``, and resumes to the bit.
+    Each draw has a secret generator of its own, which is never one of the global generators of
+    ``torch``, ``numpy`` or ``random``.
 """
 
 from collections import deque
@@ -22,8 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
-
-from hf_dpmuon.randomness import generator_state, restore_generator
 
 __all__ = [
     "PoissonSampler",
@@ -39,12 +37,11 @@ _SEED_BITS = 63  # an augmentation seed fits in a signed 64-bit integer
 
 
 class PoissonSampler:
-    """Draws sets of privacy units.
+    """The law by which privacy units join a draw.
 
     Args:
         num_units: N >= 1.
         sample_rate: Probability q in (0, 1] with which each unit joins each draw.
-        generator: A secret generator that nothing else uses.
 
     Raises:
         ValueError: A value lies outside its range.
@@ -54,29 +51,29 @@ class PoissonSampler:
         draws. (q is a float64, and a geometric variate is exact to float64 rounding.)
     """
 
-    def __init__(
-        self, num_units: int, *, sample_rate: float, generator: np.random.Generator
-    ) -> None:
+    def __init__(self, num_units: int, *, sample_rate: float) -> None:
         if num_units < 1:
             raise ValueError(f"num_units={num_units} must be >= 1.")
         if not 0 < sample_rate <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         self.num_units = num_units
         self.sample_rate = sample_rate
-        self.generator = generator
 
-    def draw(self) -> IntArray:
+    def draw(self, generator: np.random.Generator) -> IntArray:
         """Returns the units of one draw, ascending and distinct; often of length 0 if q N is small.
 
         The gaps between successive members of a Bernoulli process are geometric, so time and memory
         are O(q N), not O(N).
+
+        Args:
+            generator: A secret generator that nothing else uses.
         """
         mean = self.num_units * self.sample_rate
         chunk = int(mean + 4 * mean**0.5) + 8  # one chunk is nearly always enough
         pieces = []
         last = -1
         while last < self.num_units:
-            gaps = self.generator.geometric(self.sample_rate, size=chunk)
+            gaps = generator.geometric(self.sample_rate, size=chunk)
             # A gap beyond the end is the end; without the cut a tiny q would overflow the sum.
             units = last + np.cumsum(np.minimum(gaps, self.num_units + 1))
             pieces.append(units)
@@ -138,15 +135,18 @@ class LogicalBatch:
 class LogicalBatchLoader:
     """Yields logical batches, whose physical batches come from one ordinary ``DataLoader``.
 
-    The draws form one endless stream: workers prefetch across logical batches and epochs, each
-    epoch takes the next ``num_batches`` draws, and no draw is skipped or repeated when an epoch is
-    left early. Memory does not grow with the logical batch beyond the keys of its rows.
+    The draws form one endless stream, numbered from ``first_draw``: workers prefetch across logical
+    batches and epochs, each epoch takes the next ``num_batches`` draws, and no draw is skipped or
+    repeated when an epoch is left early. Memory does not grow with the logical batch beyond the
+    keys of its rows.
 
     Args:
         dataset: Indexed with ``(row, augmentation_seed)``, where the seed is a fresh 63-bit integer
             per drawn row. A data set that takes its augmentation from that seed does not depend on
             the number of workers and repeats itself on resume.
-        sampler: Draws the rows; from here on nothing else may use it or its generator.
+        sampler: The law of the draws.
+        generator_of: The secret generator of a draw, from its number, the same each time it is
+            asked for: a stream that starts at a draw repeats that draw, whatever came before.
         physical_batch_size: Most rows in one physical batch, >= 1. It never changes a result.
         collate_fn: Makes a batch from a list of what ``dataset`` returns.
         num_batches: Logical batches in one pass of ``iter``; the length, >= 1.
@@ -156,8 +156,9 @@ class LogicalBatchLoader:
             patient, say.
         max_rows_per_unit: Most rows of a drawn unit that are used, chosen anew in each draw.
         augmentations: How often each row is used in a draw, each time with another seed.
+        first_draw: Number of the first draw that is handed out.
         rank: This process's number; it gets every ``world_size``-th unit of each draw.
-        world_size: Number of processes. All must have generators in the same state.
+        world_size: Number of processes. All must have equal generators.
 
     Raises:
         ValueError: A value lies outside its range.
@@ -173,6 +174,7 @@ class LogicalBatchLoader:
         dataset: _KeyedDataset,
         *,
         sampler: PoissonSampler,
+        generator_of: Callable[[int], np.random.Generator],
         physical_batch_size: int,
         collate_fn: Callable[[list[Any]], Any],
         num_batches: int,
@@ -181,6 +183,7 @@ class LogicalBatchLoader:
         rows_of_unit: Sequence[IntArray] | None = None,
         max_rows_per_unit: int | None = None,
         augmentations: int = 1,
+        first_draw: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -200,9 +203,12 @@ class LogicalBatchLoader:
         self.dataset = dataset
         self.sampler = sampler
         self.num_batches = num_batches
+        self._next_draw = first_draw
         self._draws = _DrawQueue(
             sampler,
+            generator_of,
             physical_batch_size,
+            first_draw=first_draw,
             rows_of_unit=rows_of_unit,
             max_rows_per_unit=max_rows_per_unit,
             augmentations=augmentations,
@@ -218,7 +224,6 @@ class LogicalBatchLoader:
         )
         self._physical_batches: Iterator[Any] | None = None
         self._current = LogicalBatch(self._pull)
-        self._state = generator_state(sampler.generator)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -226,27 +231,6 @@ class LogicalBatchLoader:
     def __iter__(self) -> Iterator[LogicalBatch]:
         for _ in range(self.num_batches):
             yield self._next()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns, as plain JSON values, where the stream stands after the last batch handed out.
-
-        It holds the secret state of the sampling generator: keep it local and unreadable to others.
-        """
-        return {"generator": self._state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues a stream: the next logical batch is the one that would have come next.
-
-        Raises:
-            ValueError: The state is not one of :meth:`state_dict`.
-        """
-        if "generator" not in state:
-            raise ValueError(f"state has keys {sorted(state)}; must be one of state_dict().")
-        restore_generator(self.sampler.generator, state["generator"])
-        self._draws.clear()
-        self._physical_batches = None
-        self._current = LogicalBatch(self._pull)
-        self._state = generator_state(self.sampler.generator)
 
     def _next(self) -> LogicalBatch:
         if not self._current._consumed:
@@ -256,7 +240,8 @@ class LogicalBatchLoader:
             )
         if self._physical_batches is None:
             self._physical_batches = iter(self._loader)
-        layouts, self._state = self._draws.hand_out()
+        layouts = self._draws.hand_out()
+        self._next_draw += 1
         if not layouts:
             self._pull()  # the place-holder of an empty draw
         self._current = LogicalBatch(self._pull, layouts)
@@ -267,22 +252,15 @@ class LogicalBatchLoader:
             raise RuntimeError("the loader was closed; ask for the next logical batch first.")
         return next(self._physical_batches)
 
-    def restart(self, generator_state: dict[str, Any]) -> LogicalBatch:
-        """Forgets the draws made ahead, and goes on from another state of the generator.
-
-        Returns:
-            The first logical batch of the new stream.
-        """
-        self.load_state_dict({"generator": generator_state})
-        return self._next()
-
     def close(self) -> None:
-        """Ends the workers and forgets what they fetched; the stream goes on from `state_dict`.
+        """Ends the workers and forgets what they fetched; the stream goes on where it stands.
 
         Nothing else holds the workers, so they end here and not in some later garbage collection,
         which finds their queues closed and waits five seconds for each.
         """
-        self.load_state_dict(self.state_dict())
+        self._draws.go_to(self._next_draw)
+        self._physical_batches = None
+        self._current = LogicalBatch(self._pull)
 
 
 @dataclass(frozen=True)
@@ -302,32 +280,36 @@ class _Layout:
 class _DrawQueue(Sampler[list[Key]]):
     """The endless batch sampler, and for each draw what the main process must know of it.
 
-    ``DataLoader`` runs ahead of the trainer by its prefetch, so draws wait here until they are
-    handed out, each with the generator's state just after it. An empty draw sends one empty list
-    of keys as a place-holder; without it, prefetching would draw on until it finds a row.
+    ``DataLoader`` runs ahead of the trainer by its prefetch, so the layouts of draws wait here
+    until they are handed out. An empty draw sends one empty list of keys as a place-holder; without
+    it, prefetching would draw on until it finds a row.
 
-    Every process makes the whole draw and keeps its stripe of the units, so that all generators
-    stay in step and no unit is drawn twice or left out.
+    Every process makes the whole draw and keeps its stripe of the units, so that no unit is drawn
+    twice or left out.
     """
 
     def __init__(
         self,
         sampler: PoissonSampler,
+        generator_of: Callable[[int], np.random.Generator],
         physical_batch_size: int,
         *,
+        first_draw: int,
         rows_of_unit: Sequence[IntArray] | None,
         max_rows_per_unit: int | None,
         augmentations: int,
         stripe: slice,
     ) -> None:
         self._sampler = sampler
+        self._generator_of = generator_of
+        self._number = first_draw
         self._size = physical_batch_size
         self._rows_of_unit = rows_of_unit
         self._max_rows = max_rows_per_unit
         self._augmentations = augmentations
         self._stripe = stripe
         self._unloaded: deque[tuple[IntArray, IntArray]] = deque()
-        self._waiting: deque[tuple[list[_Layout], dict[str, Any]]] = deque()
+        self._waiting: deque[list[_Layout]] = deque()
 
     def __iter__(self) -> Iterator[list[Key]]:
         while True:
@@ -336,41 +318,45 @@ class _DrawQueue(Sampler[list[Key]]):
             rows, seeds = self._unloaded.popleft()
             yield list(zip(rows.tolist(), seeds.tolist(), strict=True))
 
-    def hand_out(self) -> tuple[list[_Layout], dict[str, Any]]:
-        """Returns the layouts of the next draw's batches, and the generator's state after it."""
+    def hand_out(self) -> list[_Layout]:
+        """Returns the layouts of the next draw's batches."""
         if not self._waiting:
             self._draw()
         return self._waiting.popleft()
 
-    def clear(self) -> None:
+    def go_to(self, number: int) -> None:
+        """Forgets the draws made ahead; the next one made is that of this number."""
+        self._number = number
         self._unloaded.clear()
         self._waiting.clear()
 
     def _draw(self) -> None:
-        units = self._sampler.draw()
+        generator = self._generator_of(self._number)
+        self._number += 1
+        units = self._sampler.draw(generator)
         if self._rows_of_unit is None and self._augmentations == 1:
-            batches = self._one_row_each(units)
+            batches = self._one_row_each(units, generator)
         else:
-            batches = self._several_rows_each(units)
+            batches = self._several_rows_each(units, generator)
         keys = [batch for batch, _ in batches]
         self._unloaded.extend(keys or [(units[:0], units[:0])])
-        layouts = [layout for _, layout in batches]
-        self._waiting.append((layouts, generator_state(self._sampler.generator)))
+        self._waiting.append([layout for _, layout in batches])
 
-    def _seeds(self, count: int) -> IntArray:
-        return self._sampler.generator.integers(0, 2**_SEED_BITS, size=count, dtype=np.int64)
-
-    def _one_row_each(self, rows: IntArray) -> list[tuple[tuple[IntArray, IntArray], _Layout]]:
-        seeds = self._seeds(len(rows))[self._stripe]
+    def _one_row_each(
+        self, rows: IntArray, generator: np.random.Generator
+    ) -> list[tuple[tuple[IntArray, IntArray], _Layout]]:
+        seeds = _seeds(generator, len(rows))[self._stripe]
         rows = rows[self._stripe]
         pieces = [slice(i, i + self._size) for i in range(0, len(rows), self._size)]
         return [((rows[p], seeds[p]), _Layout(None, len(rows[p]))) for p in pieces]
 
     def _several_rows_each(
-        self, units: IntArray
+        self, units: IntArray, generator: np.random.Generator
     ) -> list[tuple[tuple[IntArray, IntArray], _Layout]]:
-        chosen = [np.repeat(self._rows(unit), self._augmentations) for unit in units.tolist()]
-        seeds = [self._seeds(len(rows)) for rows in chosen]
+        chosen = [
+            np.repeat(self._rows(unit, generator), self._augmentations) for unit in units.tolist()
+        ]
+        seeds = [_seeds(generator, len(rows)) for rows in chosen]
         batches: list[list[tuple[IntArray, IntArray]]] = []
         room = 0
         for rows, of_rows in zip(chosen[self._stripe], seeds[self._stripe], strict=True):
@@ -387,13 +373,17 @@ class _DrawQueue(Sampler[list[Key]]):
             for batch in batches
         ]
 
-    def _rows(self, unit: int) -> IntArray:
+    def _rows(self, unit: int, generator: np.random.Generator) -> IntArray:
         if self._rows_of_unit is None:
             return np.array([unit], dtype=np.int64)
         rows = self._rows_of_unit[unit]
         if self._max_rows is None or len(rows) <= self._max_rows:
             return rows
-        return np.sort(self._sampler.generator.choice(rows, self._max_rows, replace=False))
+        return np.sort(generator.choice(rows, self._max_rows, replace=False))
+
+
+def _seeds(generator: np.random.Generator, count: int) -> IntArray:
+    return generator.integers(0, 2**_SEED_BITS, size=count, dtype=np.int64)
 
 
 def _collate_unless_empty(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> Any:

@@ -5,7 +5,8 @@ ledger and optimizer; returns what ``Trainer`` returns, less what is not private
 
 The privacy boundary is the end of ``DPTrainer.training_step``: when it returns, every ``p.grad``
 holds the private mean gradient, the ledger holds its record, and nothing raw is left on the model.
-Whatever the base class does afterwards is post-processing.
+Whatever the base class does afterwards is post-processing; the optimizer steps on that release and
+on nothing that is added to ``p.grad`` after it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -31,23 +33,27 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.batches import LogicalBatches, RowWise
-from hf_dpmuon.callbacks import BudgetSpentError, Interrupt, PrivacyProgressCallback, StopCallback
-from hf_dpmuon.data import RepeatedUnit, collate
+from hf_dpmuon.batches import DrawDataset, Head, RowWise, template
+from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
+from hf_dpmuon.circumstances import circumstances, is_repeatable
+from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.diagnostics import signal_to_noise
+from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
-from hf_dpmuon.model_folder import ModelFolder
-from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.model_folder import ModelFolder, recipe_of
+from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
 from hf_dpmuon.optim import KnownNoise, routing_table
+from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
-from hf_dpmuon.run import PrivacyPlan, PrivateRun
+from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 from hf_dpmuon.training import checkpoints, checks
 from hf_dpmuon.training.loader import build_loader
 from hf_dpmuon.training.losses import RowMeanLoss
-from hf_dpmuon.training.step import PrivateStep
-from hf_dpmuon.training.trial import Trial, blank_row, build_engine
+from hf_dpmuon.training.release import ReleaseGate
+from hf_dpmuon.training.step import BudgetSpentError, PrivateStep
+from hf_dpmuon.training.trial import Trial, build_engine
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = ["DPTrainer"]
@@ -55,6 +61,11 @@ __all__ = ["DPTrainer"]
 logger = logging.getLogger(__name__)
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What takes longer or counts more the more rows are drawn, whose number is private.
+TELLING = (
+    *("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"),
+    "train_loss",
+)
 OF_SAMPLING = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
@@ -117,17 +128,24 @@ class DPTrainer(PublishingTrainer):
         num_rows = len(train_dataset)  # type: ignore[arg-type]
         checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
-        self._row = blank_row(train_dataset)
+        checks.check_repeats(train_dataset, units)
+        row = template(train_dataset, RowWise(data_collator))
         self.folder = ModelFolder.of(
             model,
             processing_class,
             args=args,
             base_model=base_model,
             dataset_name=dataset_name,
-            num_channels=self._row["pixel_values"].shape[0],
+            num_channels=row["pixel_values"].shape[0],
+            several_labels=row["labels"].is_floating_point(),
         )
         validate_model(self.folder.module)
         labels, multi_label = self.folder.label_names, self.folder.facts["multi_label"]
+        # Whoever writes a loss of his own knows what labels it takes.
+        own_loss = type(self).compute_loss is not DPTrainer.compute_loss
+        head = None if own_loss else Head(len(labels), multi_label)
+        collator = RowWise(data_collator, head=head)
+        self._row = template(train_dataset, collator)
         self._loss = RowMeanLoss(
             num_classes=len(labels),
             multi_label=multi_label,
@@ -137,21 +155,25 @@ class DPTrainer(PublishingTrainer):
         self.evaluations = EvaluationRecord(
             compute_metrics or build_metrics(labels, multi_label=multi_label)
         )
-        self.run = PrivateRun(
+        self.privacy_run = PrivateRun(
             args,
             num_rows=num_rows,
+            label_names=labels,
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
+            earlier=self.folder.earlier_ledger,
         )
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
+        self._filter: GradientFilter | None = None
+        self._own_scheduler = optimizers[1]
         self._interrupt = Interrupt()
         self.interrupted = False
         super().__init__(
             model=self.folder.module,
             args=args,
-            data_collator=RowWise(data_collator or collate),
+            data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.folder.processor,
@@ -160,24 +182,30 @@ class DPTrainer(PublishingTrainer):
             optimizers=optimizers,
         )
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
+        checks.check_scheduler(self.lr_scheduler, self.args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
-        self._trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self._filter = args.build_filter(self._trainable)
-        if self.optimizer is not None:
-            checks.check_optimizer(self.optimizer, self.model)
         if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(PrivacyProgressCallback(self.run.epsilon))
-        self.add_callback(StopCallback(self.run.may_take, lambda: self.interrupted))
+            self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
+        self.add_callback(StopCallback(self.privacy_run.may_take, lambda: self.interrupted))
 
     @property
     def plan(self) -> PrivacyPlan:
         """What the accountant assumes of this run."""
-        return self.run.plan
+        return self.privacy_run.plan
 
     def epsilon(self) -> float:
         """Epsilon spent so far, from the ledger."""
-        return self.run.epsilon()
+        return self.privacy_run.epsilon()
+
+    @property
+    def private_gradients(self) -> dict[str, Tensor] | None:
+        """What the optimizer steps on next, by parameter; None but in ``on_pre_optimizer_step``.
+
+        A callback may read these tensors and edit them in place: that is post-processing. What it
+        adds to ``p.grad`` instead moves no weight.
+        """
+        return None if self._step is None else self._step.gate.gradients
 
     # ---- what the base class's loop asks for ----
 
@@ -188,15 +216,16 @@ class DPTrainer(PublishingTrainer):
             self.data_collator,
             args=self.args,
             plan=self.plan,
-            generator=self.run.sampling_generator,
+            generator_of=self.privacy_run.sampling_generator,
+            first_draw=self._taken + 1,
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
         )
-        return LogicalBatches(self._batches).as_loader()
+        return DrawDataset(self._batches).as_loader()
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of privacy units for training data, of examples otherwise."""
-        if isinstance(dataloader.dataset, LogicalBatches):
+        if isinstance(dataloader.dataset, DrawDataset):
             return self.plan.num_units
         count: int = super().num_examples(dataloader)
         return count
@@ -223,7 +252,18 @@ class DPTrainer(PublishingTrainer):
     def _known_noise(self) -> KnownNoise:
         """What the accountant's plan fixes of the noise in the gradients of the optimizer."""
         std = self.plan.noise_std(self.args.per_sample_max_grad_norm)
-        return KnownNoise(std, self._filter.response)
+        return KnownNoise(std, self._gradient_filter.response)
+
+    @property
+    def _gradient_filter(self) -> GradientFilter:
+        """The filter over the trainable parameters, which are fixed when it is first asked for."""
+        if self._filter is None:
+            self._filter = self.args.build_filter(list(self._trainable.values()))
+        return self._filter
+
+    @property
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -258,7 +298,7 @@ class DPTrainer(PublishingTrainer):
             prepared.train(),
             self._noise_trial(),
             mode=self.args.grad_sample_mode,
-            passes=self._filter.evaluations,
+            passes=self._gradient_filter.evaluations,
             device=self.args.device,
         )
 
@@ -268,7 +308,7 @@ class DPTrainer(PublishingTrainer):
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
             row=self._row,
-            batch=lambda rows: self._prepare_inputs(self.data_collator(rows)),
+            batch=lambda rows: self._prepare_inputs(RowWise()(rows)),
             loss=self.compute_loss,
             autocast=self.compute_loss_context_manager,
             num_classes=self._loss.num_classes,
@@ -283,20 +323,23 @@ class DPTrainer(PublishingTrainer):
         assert self.optimizer is not None
         checks.check_optimizer(self.optimizer, self.model)
         # Only now: whatever refuses to train has refused, and nothing was written.
-        self.run.open()
-        assert self._batches is not None
-        assert isinstance(prepared[0], PerSampleEngine)
+        engine = prepared[0]
+        assert isinstance(engine, PerSampleEngine)
+        facts = circumstances(self.args, engine=type(engine).__name__)
+        self.privacy_run.open(facts, is_repeatable=is_repeatable(self.args))
         self._step = PrivateStep.of(
             self.args,
-            engine=prepared[0],
-            run=self.run,
-            filter=self._filter,
-            parameters=self._trainable,
-            loader=self._batches,
+            engine=engine,
+            run=self.privacy_run,
+            filter=self._gradient_filter,
+            gate=ReleaseGate(self._trainable),
             loss=self.compute_loss,
             prepare=self._prepare_inputs,
             autocast=self.compute_loss_context_manager,
         )
+        prepared_optimizer = self.optimizer
+        assert isinstance(prepared_optimizer, AcceleratedOptimizer)
+        self._step.gate.guard(prepared_optimizer.optimizer)
         return prepared
 
     # ---- the private step ----
@@ -312,9 +355,9 @@ class DPTrainer(PublishingTrainer):
         assert self._step is not None
         assert self.optimizer is not None
         checks.check_optimizer(self.optimizer, self.model)  # a callback may have added to it
-        votes = float(self._interrupt.requested)
-        loss = self._step.take(inputs, step=self.state.global_step + 1, votes=votes)
-        self.interrupted = self._step.mechanism.votes > 0
+        stop_votes = float(self._interrupt.requested)
+        loss = self._step.take(inputs, step=self.state.global_step + 1, stop_votes=stop_votes)
+        self.interrupted = self._step.mechanism.stop_votes > 0
         return torch.tensor(loss, device=self.args.device)
 
     def compute_loss(
@@ -370,20 +413,22 @@ class DPTrainer(PublishingTrainer):
         checks.check_callbacks(self.callback_handler.callbacks, self.args)
         self.evaluations.forget()  # of another model
         if self.is_world_process_zero():
-            checkpoints.recover_replaced(self.run.folder)
+            checkpoints.recover_replaced(self.privacy_run.folder)
         self.accelerator.wait_for_everyone()
-        checkpoint = checkpoints.find_checkpoint(self.run.folder, resume_from_checkpoint)
-        self.run.prepare(checkpoint)
-        self.interrupted, self._batches = False, None
+        checkpoint = checkpoints.find_checkpoint(self.privacy_run.folder, resume_from_checkpoint)
+        self.privacy_run.prepare(checkpoint)
+        self.interrupted, self._batches, self._filter = False, None, None
+        self.privacy_run.on_main_process(self._check_rows)
+        validate_model(self.model)  # parameters may have been frozen or replaced since
         if checkpoint is not None:
             checkpoints.load_filter(
-                self._filter, checkpoint, name=self.args.dp_filter, device=self.args.device
+                self._gradient_filter, checkpoint, name=self.args.dp_filter, device=self.args.device
             )
-        taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
-        if taken >= self.plan.steps or not self.run.may_take(taken + 1):
+        self._taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
+        if self._taken >= self.plan.steps or not self.privacy_run.may_start():
             return self._finish_without_a_step(checkpoint)
         try:
-            with self._interrupt:
+            with self._interrupt, self._checkpointing():
                 output: TrainOutput = super().train(
                     resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
                     ignore_keys_for_eval=ignore_keys_for_eval,
@@ -392,10 +437,46 @@ class DPTrainer(PublishingTrainer):
             logger.warning("Stopping after step %d: %s.", self.state.global_step, error)
             return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
         finally:
-            if self._batches is not None:
-                self._batches.close()
+            self._take_down()
         loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
-        return TrainOutput(output.global_step, loss, output.metrics)
+        metrics = {name: v for name, v in output.metrics.items() if name not in TELLING}
+        return TrainOutput(output.global_step, loss, metrics)
+
+    @contextmanager
+    def _checkpointing(self) -> Iterator[None]:
+        """Ask a model that is not Hugging Face's for what the base class would ask it otherwise."""
+        asked = self.args.activation_checkpointing
+        if not asked or isinstance(self.model, PreTrainedModel):
+            yield
+            return
+        set_activation_checkpointing(self.model, True)
+        self.args.activation_checkpointing = False
+        try:
+            yield
+        finally:
+            self.args.activation_checkpointing = asked
+            set_activation_checkpointing(self.model, False)
+
+    def _take_down(self) -> None:
+        """Leave model, optimizer and workers as if no private step had been prepared."""
+        if self._batches is not None:
+            self._batches.close()
+        if self._step is not None:
+            self._step.gate.close()
+            self._step = None
+        if isinstance(self.model_wrapped, PerSampleEngine):
+            self.model_wrapped.close()
+        self.model_wrapped = self.model
+
+    def _check_rows(self) -> None:
+        assert isinstance(self.data_collator, RowWise)
+        checks.check_rows(
+            self.train_dataset,
+            self.eval_dataset,
+            self.data_collator,
+            row=self._row,
+            bar=not self.args.disable_tqdm,
+        )
 
     def _finish_without_a_step(self, checkpoint: Path | None) -> TrainOutput:
         """Leave model and state as the checkpoint has them, and say why no step was taken."""
@@ -413,31 +494,35 @@ class DPTrainer(PublishingTrainer):
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
-        assert self._batches is not None
-        checkpoints.save_filter(self._filter, checkpoint)
-        self.run.save(
-            checkpoint,
-            step=self.state.global_step,
-            sampling_state=self._batches.state_dict(),
-        )
+        checkpoints.save_filter(self._gradient_filter, checkpoint)
+        self.privacy_run.save(checkpoint, step=self.state.global_step)
 
     # ---- what is logged, evaluated and said ----
 
     def card_facts(self) -> dict[str, Any]:
         """Recipe, metrics and name of the model."""
-        weighted = "none" if self._loss.weights is None else "yes"
+        recipe = recipe_of(
+            self.args,
+            optimizer=self.optimizer,
+            scheduler=self._own_scheduler,
+            class_weights=self._loss.weights is not None,
+            steps=self.plan.steps,
+        )
         return {
-            "recipe": {**self.args.recipe(), "class weights": weighted, "steps": self.plan.steps},
+            "recipe": recipe,
             "metrics": self.eval_metrics,
             "model_name": self.hub_model_id and self.hub_model_id.split("/")[-1],
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log private values only, with the epsilon spent so far."""
+        is_last = "train_runtime" in logs
         for key in ("loss", "train_loss"):
             loss = logs.pop(key, None)
             if loss is not None and self.args.report_nonprivate_loss:
                 logs[f"nonprivate_{key}"] = loss
+        for key in TELLING:
+            logs.pop(key, None)
         if "grad_norm" in logs and self._step is not None:
             logs["signal_to_noise"] = signal_to_noise(
                 gradient_norm=float(logs["grad_norm"]),
@@ -445,5 +530,5 @@ class DPTrainer(PublishingTrainer):
                 num_entries=self._step.mechanism.num_entries,
             )
         # the last log of a run says all that the number rests on
-        logs.update(self.run.spent(in_full="train_runtime" in logs))
+        logs.update(self.privacy_run.spent(in_full=is_last))
         super().log(logs, start_time)

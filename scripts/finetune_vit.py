@@ -24,7 +24,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import set_seed
 
-from hf_dpmuon.accounting import round_up, round_up_fixed
 from hf_dpmuon.arguments import (
     DataArguments,
     DPTrainingArguments,
@@ -39,6 +38,7 @@ from hf_dpmuon.data import (
     load_image_dataset,
 )
 from hf_dpmuon.models import LoadedModel, load_model
+from hf_dpmuon.rounding import round_up, round_up_fixed
 from hf_dpmuon.trainer import DPTrainer
 
 # One AUROC for each label, where there are several.

@@ -146,6 +146,17 @@ TINY_MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def fixed_draw(
+    num_units: int, *, seed: int, step: int, sample_rate: float
+) -> tuple[np.ndarray, np.random.Generator]:
+    """The units of a step of a run with ``noise_seed``, and the generator that drew them."""
+    from hf_dpmuon.randomness import keyed_generator
+    from hf_dpmuon.sampling import PoissonSampler
+
+    generator = keyed_generator(seed.to_bytes(32, "big"), b"sampling", str(step).encode())
+    return PoissonSampler(num_units, sample_rate=sample_rate).draw(generator), generator
+
+
 def fixed_noise(
     parameter: str, shape: torch.Size, *, seed: int, step: int, sigma: float, C: float, batch: float
 ) -> torch.Tensor:

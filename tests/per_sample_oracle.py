@@ -79,7 +79,7 @@ def assert_matches(engine: nn.Module, expected: dict[str, Tensor], *, rtol: floa
     per-sample gradient is. The tolerance is relative to the largest gradient of the sample: single
     entries may be differences of large numbers (a key bias has gradient zero).
     """
-    norms = engine.per_sample_norms()
+    norms = engine.per_unit_norms()
     size = len(next(iter(expected.values())))
     dtype = next(iter(expected.values())).dtype
     scale = torch.stack([row_norms(g) for g in expected.values()]).amax(0)

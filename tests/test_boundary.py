@@ -294,11 +294,19 @@ def test_a_run_does_not_go_on_with_other_patients(tmp_path):
     trainer([i // 2 for i in range(24)]).train(str(tmp_path / "checkpoint-2"))
 
 
-def test_states_of_generators_are_for_their_owner_only(tmp_path):
-    trainer_of(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
-    found = list((tmp_path / "checkpoint-1").glob("rng_state*.pth"))
-    assert found
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in found)
+def test_k201_no_byte_of_a_checkpoint_or_output_folder_is_a_key(tmp_path):
+    """Case 201: whatever an integration, a push or a copy takes along holds no secret."""
+    folder = tmp_path / "run"
+    trainer_of(folder, max_steps=2, save_strategy="steps", save_steps=1, noise_seed=None).train()
+    starts = json.loads((tmp_path / "run.secrets" / "keys.json").read_text())["starts"]
+    (key,) = [start["key"] for start in starts.values()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"optimizer.pt", "privacy_state.json", "model.safetensors"} <= {p.name for p in files}
+    assert not [path.name for path in files if path.name.startswith("rng_state")]
+    for path in files:
+        content = path.read_bytes()
+        assert key.encode() not in content, path
+        assert bytes.fromhex(key) not in content, path
 
 
 @pytest.mark.parametrize(
@@ -329,7 +337,7 @@ def test_a_name_that_is_a_local_folder_is_not_public(tmp_path, monkeypatch):
     assert _public_name("hospital/scans") is None
 
 
-@pytest.mark.parametrize("absent", ["partition", "replays", "noise_key"])
+@pytest.mark.parametrize("absent", ["step", "pending", "label_names"])
 def test_a_state_of_an_earlier_version_is_refused_in_one_sentence(tmp_path, absent):
     trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
     path = tmp_path / "checkpoint-1" / "privacy_state.json"

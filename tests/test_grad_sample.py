@@ -165,7 +165,7 @@ def test_hooks_name_a_layer_used_outside_its_forward() -> None:
     engine = HooksGradSampleModule(Bypass(bypass=True).train())
     backward(engine, *random_batch(3))
     with pytest.raises(RuntimeError, match=r"norm\.weight"):
-        engine.per_sample_norms()
+        engine.per_unit_norms()
 
 
 class UsedTwice(nn.Module):
@@ -186,7 +186,7 @@ def test_hooks_name_a_layer_of_which_they_know_only_a_part() -> None:
     engine = HooksGradSampleModule(UsedTwice().train())
     backward(engine, *random_batch(3))
     with pytest.raises(RuntimeError, match=r"^layer\.weight: .* do not add up"):
-        engine.per_sample_norms()
+        engine.per_unit_norms()
 
 
 class Skips(nn.Module):
@@ -215,7 +215,7 @@ def test_a_parameter_that_is_not_reached_adds_nothing(engine_class: Engine) -> N
     engine.discard()
     model.skip = True
     backward(engine, images, labels)
-    assert "second.weight" not in engine.per_sample_norms()
+    assert "second.weight" not in engine.per_unit_norms()
     assert_matches(engine, expected, rtol=1e-4)
     assert not weighted_sum(engine, torch.ones(3))["second.weight"].any()
 
@@ -244,9 +244,9 @@ def test_nothing_is_left_after_discard(engine_class: Engine) -> None:
     engine = engine_class(model)
     keys = model.state_dict().keys()
     backward(engine, *random_batch(3))
-    engine.per_sample_norms()
+    engine.per_unit_norms()
     engine.discard()
-    assert engine.per_sample_norms() == {}
+    assert engine.per_unit_norms() == {}
     assert not any(total.any() for total in weighted_sum(engine, torch.ones(3)).values())
     assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
     assert model.state_dict().keys() == keys
@@ -265,7 +265,7 @@ def test_weight_zero_silences_a_sample_that_is_not_finite(
     broken = images.clone()
     broken[2, 0, 3, 3] = value
     backward(engine, broken, labels)
-    norms = torch.stack(list(engine.per_sample_norms().values()))
+    norms = torch.stack(list(engine.per_unit_norms().values()))
     assert norms.isfinite().all(0).tolist() == [True, True, False, True]
     total = weighted_sum(engine, torch.tensor([1.0, 2.0, 0.0, -1.0]))
     for name, rows in expected.items():

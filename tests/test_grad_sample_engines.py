@@ -142,7 +142,7 @@ def test_rows_of_a_unit_add_up_before_the_norm(
     engine = engine_class(model)
     engine.set_units(units, 3)
     backward(engine, images, labels)
-    norms = engine.per_sample_norms()
+    norms = engine.per_unit_norms()
     for name, gradient in expected.items():
         torch.testing.assert_close(
             norms[name], gradient.flatten(1).norm(dim=1), rtol=1e-5, atol=1e-6
@@ -152,7 +152,7 @@ def test_rows_of_a_unit_add_up_before_the_norm(
             torch.testing.assert_close(total, expected[name][i], rtol=1e-9, atol=1e-9)
     engine.discard()
     backward(engine, images, labels)
-    assert len(next(iter(engine.per_sample_norms().values()))) == 6, "units outlive discard"
+    assert len(next(iter(engine.per_unit_norms().values()))) == 6, "units outlive discard"
 
 
 class Windows(nn.Module):
@@ -198,7 +198,7 @@ def test_the_mean_over_rows_of_a_unit_is_that_of_a_batch_of_its_rows(
     engine = engine_class(model)
     engine.set_units(units, 6, reduction="mean")
     backward(engine, images, labels)
-    norms = engine.per_sample_norms()
+    norms = engine.per_unit_norms()
     for k, name in enumerate(trainable(model)):
         for unit, gradients in zip(present, batches, strict=True):
             one = torch.nn.functional.one_hot(torch.tensor(unit), 6).double()
@@ -255,7 +255,7 @@ def test_more_passes_than_said_are_refused(engine_class: Engine) -> None:
     for size in (3, 3):
         backward(engine, *random_batch(size))
     with pytest.raises(RuntimeError, match="discard"):
-        engine.per_sample_norms()
+        engine.per_unit_norms()
 
 
 # Parameters in unusual places
@@ -353,7 +353,7 @@ def test_a_loss_that_reads_a_parameter_is_refused_by_name(engine_class: Engine) 
     loss = summed_loss(logits_of(engine(images)), labels) + model.classifier.weight.square().sum()
     loss.backward()
     with pytest.raises(RuntimeError, match=r"^classifier\.weight received"):
-        engine.per_sample_norms()
+        engine.per_unit_norms()
 
 
 class Scripted(torch.autograd.Function):
@@ -383,7 +383,7 @@ def test_a_parameter_read_where_nobody_looks_is_refused_by_name(engine_class: En
     engine = engine_class(Hidden())
     backward(engine, *random_batch(3))
     with pytest.raises(RuntimeError, match=r"^layer\.weight received"):
-        engine.per_sample_norms()
+        engine.per_unit_norms()
 
 
 @intercepting
@@ -788,7 +788,7 @@ def test_a_parameter_repeated_along_the_batch_takes_memory_of_one_batch(
     engine = engine_class(Uses((16, 12), lambda x, w: x * rows(w, len(x))))
     with Largest() as largest:
         backward(engine, *random_batch(size))
-        engine.per_sample_norms()
+        engine.per_unit_norms()
     assert largest.numel <= 2 * size * 16 * 12
 
 
@@ -835,7 +835,7 @@ def test_activations_of_unknown_origin_are_exact_or_refused(
         assert_matches(engine, expected, rtol=1e-9)
     else:
         with pytest.raises(RuntimeError, match=r"^patches\.weight.* received"):
-            engine.per_sample_norms()
+            engine.per_unit_norms()
 
 
 # Modes of running
@@ -856,7 +856,7 @@ def test_gradient_checkpointing_changes_nothing(
         engine = engine_class(model)
         torch.manual_seed(1)
         backward(engine, images, labels)
-        norms = engine.per_sample_norms()
+        norms = engine.per_unit_norms()
         assert set(norms) == set(trainable(model))
         sums.append((norms, weighted_sum(engine, torch.tensor([1.0, -2.0, 0.5]).double())))
         engine.discard()
@@ -1076,7 +1076,7 @@ def test_norms_and_sums_are_float32_under_bfloat16_autocast(engine_class: Engine
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = summed_loss(engine(images), labels)
     loss.backward()
-    norms = engine.per_sample_norms()
+    norms = engine.per_unit_norms()
     assert all(norm.dtype == torch.float32 for norm in norms.values())
     total = torch.stack(list(norms.values())).norm(dim=0)
     wanted = torch.stack([rows.flatten(1).norm(dim=1) for rows in expected.values()]).norm(dim=0)
@@ -1092,7 +1092,7 @@ def test_autograd_computes_no_weight_gradient(engine_class: Engine) -> None:
     model = tiny_vit().train()
     engine = engine_class(model)
     backward(engine, *random_batch(3))
-    engine.per_sample_norms()
+    engine.per_unit_norms()
     assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
 
 
@@ -1104,7 +1104,7 @@ def test_each_parameter_may_have_weights_of_its_own(engine_class: Engine) -> Non
     expected = loop_of_one(model, images, labels)
     engine = engine_class(model)
     backward(engine, images, labels)
-    weights = {name: torch.randn(3) for name in engine.per_sample_norms()}
+    weights = {name: torch.randn(3) for name in engine.per_unit_norms()}
     into = {name: torch.zeros_like(p) for name, p in trainable(model).items()}
     engine.add_weighted_sum(weights, into=into)
     for name, rows in expected.items():

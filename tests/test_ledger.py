@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from hf_dpmuon.accounting import (
     EpsilonBound,
+    NoiseEvent,
     SampledGaussian,
     compute_epsilon,
     epsilon_bound,
-    group_epsilon,
 )
+from hf_dpmuon.group_privacy import group_epsilon
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
-from hf_dpmuon.mechanism import NoiseEvent
 
 FACTS = RunFacts(
     delta=1e-5,

@@ -14,8 +14,9 @@ from opacus.optimizers import DPOptimizer
 from scipy import stats
 from torch import Tensor, nn
 
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.grad_sample import HooksGradSampleModule
-from hf_dpmuon.mechanism import GaussianMechanism, NoiseEvent, clip_factors
+from hf_dpmuon.mechanism import GaussianMechanism, clip_factors
 
 CLIPPING = ["flat", "per_layer", "automatic"]
 

@@ -32,8 +32,8 @@ from hf_dpmuon import (
     load_image_dataset,
     load_model,
 )
-from hf_dpmuon.accounting import calibrate_noise_multiplier, num_steps
 from hf_dpmuon.arguments import parse_arguments
+from hf_dpmuon.plan import calibrate_noise_multiplier, num_steps
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs/medical").glob("*.yaml"))}

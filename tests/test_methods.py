@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import fixed_noise, tiny_vit
+from conftest import fixed_draw, fixed_noise, tiny_vit
 from test_trainer import Images, N, largest_difference, trainer_of, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dpmuon.arguments import parse_arguments
-from hf_dpmuon.randomness import secret_generator
-from hf_dpmuon.sampling import PoissonSampler
+from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.spectral import newton_schulz, spectral_norm
 
 METHODS = {  # the paper's eight: dp_optimizer, dp_filter
@@ -110,7 +109,6 @@ def train_by_hand(
     gamma: float | None = None,
     bound: float = 1.0,
 ) -> None:
-    sampler = PoissonSampler(N, sample_rate=BATCH / N, generator=secret_generator(7))
     optimizer_step = step_by_hand(model, dp_optimizer, lr, 0.9 if dp_filter == "none" else 0.0)
     x_before: list[Tensor] | None = None
     filtered: list[Tensor] = []
@@ -122,8 +120,7 @@ def train_by_hand(
             c = (1 - KAPPA) / (KAPPA * length)
             ahead = [now + length * (now - old) for now, old in zip(x, x_before, strict=True)]
             points = [(c, ahead), (1 - c, x)]
-        rows = sampler.draw()
-        sampler.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)  # augmentation
+        rows, _ = fixed_draw(N, seed=7, step=t, sample_rate=BATCH / N)
         sums = clipped_sum(model, rows, points, bound)
         release = []
         for (name, p), total in zip(model.named_parameters(), sums, strict=True):
@@ -228,13 +225,19 @@ def test_every_method_moves_the_weights_its_own_way(tmp_path):
             assert one == other or largest_difference(ends[one], ends[other]) > 1e-4, (one, other)
 
 
-def test_the_optimizer_knows_the_noise_that_the_mechanism_draws(tmp_path):
+def test_the_optimizer_knows_the_noise_that_the_mechanism_draws(tmp_path, monkeypatch):
     trainer = trainer_of(
         tmp_path, spectral_map="selective", dp_filter="doppler", per_sample_max_grad_norm=0.3
     )
+    stds = []
+    monkeypatch.setattr(
+        GaussianMechanism, "begin", lambda self, begin=GaussianMechanism.begin: (
+            stds.append(self.noise_std), begin(self)
+        )
+    )  # fmt: skip
     trainer.train()
     noise = trainer.optimizer.optimizer.noise
-    assert noise.std == pytest.approx(trainer._step.mechanism.noise_std)
+    assert noise.std == pytest.approx(stds[0])
     assert noise.filter == trainer._filter.response
     assert noise.variance(10**4) == pytest.approx(noise.std**2 * 0.1 / 1.9, rel=1e-6)
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import EvalPrediction
 
+from hf_dpmuon.figures import can_plot
 from hf_dpmuon.metrics import (
     _confusion_matrices,
     build_metrics,
-    can_plot,
     classification_metrics,
     multi_label_metrics,
     plot_confusion,

@@ -82,7 +82,7 @@ class Adapter:
     def per_sample_gradients(self, engine: PerSampleEngine, x: Tensor) -> dict[str, Tensor]:
         output = engine(x)
         F.l1_loss(output, torch.zeros_like(output), reduction="sum").backward()
-        norms = engine.per_sample_norms()
+        norms = engine.per_unit_norms()
         sums = [weighted_sum(engine, one) for one in torch.eye(len(x))]
         gradients = {name: torch.stack([row[name] for row in sums]) for name in sums[0]}
         for name, norm in norms.items():
@@ -207,7 +207,7 @@ def test_accumulated_clipped_sum_is_that_of_dpoptimizer(
     clipped = []
     for rows in torch.arange(11).split(3):
         F.cross_entropy(ours(images[rows]), labels[rows], reduction="sum").backward()
-        norms = ours.per_sample_norms()
+        norms = ours.per_unit_norms()
         factor = bound / (torch.stack(list(norms.values())).norm(dim=0) + 1e-6)
         clipped += (factor < 1).tolist()
         ours.add_weighted_sum(dict.fromkeys(norms, factor.clamp(max=1.0)), into=total)

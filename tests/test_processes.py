@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from conftest import tiny_vit
+from conftest import fixed_draw, tiny_vit
 from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
 
 from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger
-from hf_dpmuon.randomness import secret_generator
-from hf_dpmuon.sampling import PoissonSampler
 
 WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
 
@@ -102,12 +100,8 @@ def ledger_in_the_main_process_only(monkeypatch):
 
 
 def draws(steps: int, batch: int, size: int = N) -> list[np.ndarray]:
-    sampler = PoissonSampler(size, sample_rate=batch / size, generator=secret_generator(7))
-    rows = []
-    for _ in range(steps):
-        rows.append(sampler.draw())
-        sampler.generator.integers(0, 2**63, size=len(rows[-1]), dtype=np.int64)
-    return rows
+    rate = batch / size
+    return [fixed_draw(size, seed=7, step=t + 1, sample_rate=rate)[0] for t in range(steps)]
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "ghost", "hooks"])
@@ -250,7 +244,7 @@ def test_images_are_split_and_none_is_used_twice(tmp_path):
         trainer = trainer_of(tmp_path, train_dataset=data, max_steps=3)
         data.used.clear()
         trainer.train()
-        return data.used[1:]  # the first is the template of the check before the run
+        return data.used
 
     used = in_processes(2, work)
     expected = np.concatenate(draws(3, 8))

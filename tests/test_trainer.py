@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import NUM_CLASSES, TINY_MODELS, fixed_noise, tiny_dinov2, tiny_vit
+from conftest import NUM_CLASSES, TINY_MODELS, fixed_draw, fixed_noise, tiny_dinov2, tiny_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -31,8 +31,6 @@ from hf_dpmuon.data import ImageExamples, ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel
-from hf_dpmuon.randomness import secret_generator
-from hf_dpmuon.sampling import PoissonSampler
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
 
@@ -133,7 +131,7 @@ class Spy(DPTrainer):
         return loss
 
     def count_records(self) -> int:
-        return len(PrivacyLedger.load(self.run.folder / "privacy_ledger.jsonl"))
+        return len(PrivacyLedger.load(self.privacy_run.folder / "privacy_ledger.jsonl"))
 
 
 # ---- the step ----
@@ -144,11 +142,9 @@ def by_hand(
 ) -> None:
     """Sampling, loop of ones, clip, sum, noise, divide, momentum, polar, step: in plain code."""
     data, batch = Images(), 8
-    sampler = PoissonSampler(N, sample_rate=batch / N, generator=secret_generator(7))
     buffers = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
     for step in range(steps):
-        rows = sampler.draw()
-        sampler.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)  # augmentation
+        rows, _ = fixed_draw(N, seed=7, step=step + 1, sample_rate=batch / N)
         total = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
         for row in rows:
             model.zero_grad()
@@ -315,11 +311,11 @@ def test_augmentations_of_an_image_are_averaged_before_clipping(tmp_path, mode, 
         grad_sample_mode=mode,
     )
     trainer.train()
-    sampler = PoissonSampler(N, sample_rate=8 / N, generator=secret_generator(7))
+    rows, generator = fixed_draw(N, seed=7, step=1, sample_rate=8 / N)
     model, data = tiny_vit(), Augmented()
     expected = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-    for row in sampler.draw().tolist():
-        seeds = sampler.generator.integers(0, 2**63, size=K, dtype=np.int64)
+    for row in rows.tolist():
+        seeds = generator.integers(0, 2**63, size=K, dtype=np.int64)
         examples = [data[row, seed] for seed in seeds.tolist()]
         model.zero_grad()
         x = torch.stack([example["pixel_values"] for example in examples])
@@ -350,12 +346,8 @@ def test_an_empty_draw_is_a_step_of_noise_alone(tmp_path):
         max_steps=40,
         warmup_steps=0,
     )
-    draws = PoissonSampler(2000, sample_rate=1 / 2000, generator=secret_generator(7))
-    sizes = []
-    for _ in range(40):
-        rows = draws.draw()
-        draws.generator.integers(0, 2**63, size=len(rows), dtype=np.int64)
-        sizes.append(len(rows))
+    draws = [fixed_draw(2000, seed=7, step=t, sample_rate=1 / 2000)[0] for t in range(1, 41)]
+    sizes = [len(rows) for rows in draws]
     assert 0 in sizes
     trainer.train()
     assert trainer.state.global_step == 40
@@ -487,10 +479,10 @@ def test_a_resume_that_may_take_no_step_leaves_the_saved_model_as_it_is(tmp_path
 
 
 def rows_of(trainer: DPTrainer, **settings: Any) -> list[int]:
-    """Rows that a run asks for, but the template of the check before it."""
+    """Rows that a run asks for."""
     trainer.train_dataset.asked.clear()
     trainer.train(**settings)
-    return trainer.train_dataset.asked[1:]
+    return list(trainer.train_dataset.asked)
 
 
 def test_a_checkpoint_saved_in_mid_replay_remembers_what_is_still_to_be_repeated(tmp_path):
@@ -734,7 +726,8 @@ def test_a_run_that_departs_from_an_interrupted_one_draws_samples_and_noise_afre
     rows = []
     for C in (1.0, 0.5):  # the second sums something else from step 3 on
         folder = tmp_path / str(C)
-        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("1.0", "0.5"))
+        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("1.0*", "0.5*"))
+        shutil.copytree(keys_of(tmp_path), keys_of(folder))
         data = Recording()
         other = trainer_of(folder, train_dataset=data, noise_seed=None, per_sample_max_grad_norm=C)
         other.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -847,10 +840,15 @@ def test_resume_without_a_checkpoint_is_refused(tmp_path):
         trainer_of(tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_generator_states_are_readable_by_their_owner_only_and_in_checkpoints_only(tmp_path):
-    checkpoint = checkpointed(tmp_path)
-    state = checkpoint / "privacy_state.json"
-    assert state.stat().st_mode & 0o777 == 0o600
+def keys_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.secrets")
+
+
+def test_keys_are_readable_by_their_owner_only_and_beside_the_output_folder(tmp_path):
+    checkpointed(tmp_path / "a")
+    assert keys_of(tmp_path / "a").stat().st_mode & 0o777 == 0o700
+    (file,) = keys_of(tmp_path / "a").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
     trainer = trainer_of(tmp_path / "other")
     trainer.train()
     trainer.save_model()
@@ -894,7 +892,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer.run, "save", full)
+    monkeypatch.setattr(trainer.privacy_run, "save", full)
     with pytest.raises(ValueError, match=r"checkpoint-2 could not be written .*No space"):
         trainer.train()
     assert not list(tmp_path.glob("*checkpoint*"))
@@ -1078,8 +1076,10 @@ def test_an_optimizer_over_other_parameters_is_refused(tmp_path):
     # Case 121.
     model = tiny_vit()
     stale = torch.optim.SGD(tiny_vit().parameters(), lr=0.1)
+    trainer = trainer_of(tmp_path, model, optimizers=(stale, None))
     with pytest.raises(ValueError, match="the optimizer must hold each trainable parameter"):
-        trainer_of(tmp_path, model, optimizers=(stale, None))
+        trainer.train()
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
 
 
 def test_an_optimizer_of_one_s_own_is_used(tmp_path):

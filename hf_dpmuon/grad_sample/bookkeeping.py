@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_dpmuon.grad_sample.contributions import Contribution, combine
+from hf_dpmuon.grad_sample.contributions import Contribution, combine, exceed_float32
 from hf_dpmuon.grad_sample.engine import PerSampleEngine, any_zero
 from hf_dpmuon.grad_sample.interception import ParameterInterception
 
@@ -239,7 +239,7 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
             uses[:] = [combine(uses).held()]
         return uses[0]
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         self._check_complete()
         norms = {}
         for name, p in self._trainable.items():
@@ -252,11 +252,13 @@ class BookKeepingGradSampleModule(_InterceptingEngine):
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
         self._check_complete()
+        gradients = {n: g for n, p in self._trainable.items() if (g := self._combined(p))}
         mask_zeros = any_zero(weights)
-        for name, p in self._trainable.items():
-            gradient = self._combined(p)
-            if gradient is not None:
-                gradient.add_weighted_sum(weights[name], into=into[name], mask_zeros=mask_zeros)
+        in_float64 = exceed_float32([gradient.largest() for gradient in gradients.values()])
+        for name, gradient in gradients.items():
+            gradient.add_weighted_sum(
+                weights[name], into=into[name], mask_zeros=mask_zeros, in_float64=in_float64
+            )
 
     def discard(self) -> None:  # noqa: D102
         self._uses.clear()
@@ -285,7 +287,9 @@ class GhostGradSampleModule(_InterceptingEngine):
         self._norms: dict[nn.Parameter, Tensor] = {}
         self._uses: dict[nn.Parameter, list[Contribution]] = {}
         self._sums: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
+        self._largest: list[Tensor] = []  # of each use
         self._mask_zeros = True
+        self._in_float64 = False
         self._going_back = False
         super().__init__(model, passes=passes)
 
@@ -309,8 +313,12 @@ class GhostGradSampleModule(_InterceptingEngine):
             )
         if self._sums is not None:
             weights, into = self._sums[parameter]
-            use.add_weighted_sum(weights, into=into, mask_zeros=self._mask_zeros)
-        elif parameter in self._reused:
+            use.add_weighted_sum(
+                weights, into=into, mask_zeros=self._mask_zeros, in_float64=self._in_float64
+            )
+            return
+        self._largest.append(use.largest())
+        if parameter in self._reused:
             self._uses.setdefault(parameter, []).append(use)
         elif parameter in self._norms:
             self._reused.add(parameter)
@@ -330,7 +338,7 @@ class GhostGradSampleModule(_InterceptingEngine):
             self._going_back = False
         self._check_complete()
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         reused = None
         while reused != self._reused:  # a second time if a parameter turns out to be used twice
             reused = set(self._reused)
@@ -345,6 +353,7 @@ class GhostGradSampleModule(_InterceptingEngine):
         self, weights: Mapping[str, Tensor], *, into: Mapping[str, Tensor]
     ) -> None:
         self._mask_zeros = any_zero(weights)
+        self._in_float64 = exceed_float32(self._largest)
         self._sums = {
             p: (weights[name], into[name]) for name, p in self._trainable.items() if name in weights
         }
@@ -355,6 +364,7 @@ class GhostGradSampleModule(_InterceptingEngine):
 
     def discard(self) -> None:  # noqa: D102
         self._outputs.clear()
+        self._largest.clear()
         self._norms.clear()
         self._uses.clear()
         super().discard()

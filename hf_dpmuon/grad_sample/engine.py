@@ -7,6 +7,7 @@ weighted sums of them.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Literal
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 __all__ = ["PerSampleEngine"]
 
 PIECE = 4096  # numbers whose squares are added up at once
+# Products of float32 below 1e-38 underflow: that moves a norm above this by less than 1e-6 of it,
+# for each of the numbers whose squares it adds up, whose root it takes.
+UNDERFLOW = 1e-16
 
 
 class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     """A model wrapped so that each privacy unit's gradient can be clipped before it is summed.
 
     Per physical batch: ``set_units`` where a unit owns several rows; ``passes`` times a forward
-    pass through the engine and a backward pass of its loss summed over rows; ``per_sample_norms``;
+    pass through the engine and a backward pass of its loss summed over rows; ``per_unit_norms``;
     ``add_weighted_sum``; ``discard``. The gradients of the passes, and of the rows of a unit, add
     up before a norm is taken.
 
@@ -69,7 +73,7 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
                 self._row_weights = 1 / rows_of_unit[unit_of_row].double()
 
     @abstractmethod
-    def per_sample_norms(self) -> dict[str, Tensor]:
+    def per_unit_norms(self) -> dict[str, Tensor]:
         """Norm of each unit's gradient, per parameter reached by the last passes.
 
         Returns:
@@ -98,6 +102,11 @@ class PerSampleEngine(GradSampleModule, ABC):  # type: ignore[misc]
     def discard(self) -> None:
         """Drop all gradients, the units, and whatever an unfinished or foreign pass left."""
 
+    def close(self) -> None:
+        """Leave the model as if it had never been wrapped: no hook, gradient or state of ours."""
+        self.discard()
+        self.to_standard_module()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; here they are never zeroed in place."""
         self.discard()
@@ -124,14 +133,22 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def row_norms(x: Tensor) -> Tensor:
-    """(U, ...) to (U,): norms in pieces, since a long sum in float32 loses up to 1e-4."""
+    """(U, ...) to (U,), float64: norms in pieces, since long sums in float32 lose up to 1e-4.
+
+    Where squares in float32 may have underflowed or overflowed, the norm is taken in float64.
+    """
     flat = x.reshape(len(x), -1)
+    if flat.shape[1] <= PIECE:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)  # type: ignore[no-any-return]
     whole = flat.shape[1] // PIECE * PIECE
     pieces = flat[:, :whole].reshape(len(x), whole // PIECE, PIECE)
     rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, keepdim=True)
-    norms = torch.cat([torch.linalg.vector_norm(pieces, dim=2), rest], 1)
-    total: Tensor = torch.linalg.vector_norm(norms, dim=1)
-    return total
+    parts = torch.cat([torch.linalg.vector_norm(pieces, dim=2), rest], 1)
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=1, dtype=torch.float64)
+    trusted = norms.isfinite() & (norms >= UNDERFLOW * math.sqrt(flat.shape[1]))
+    for u in (~trusted).nonzero().flatten().tolist():
+        norms[u] = torch.linalg.vector_norm(flat[u], dtype=torch.float64)
+    return norms
 
 
 def any_zero(weights: Mapping[str, Tensor]) -> bool:

@@ -18,6 +18,7 @@ import torch
 from opacus.grad_sample import register_grad_sampler
 from opacus.utils.module_utils import has_trainable_params
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_dpmuon.grad_sample.engine import (
     PerSampleEngine,
@@ -53,6 +54,13 @@ def _channel_scale_grad_sample(
     return {scale: product.flatten(1, -2).sum(1) if product.dim() > 2 else product}
 
 
+def _rows_of(grad_sample: Any) -> int:
+    """Rows for which Opacus has a gradient; of several passes, of the first."""
+    if grad_sample is None:
+        return 0
+    return len(grad_sample[0] if isinstance(grad_sample, list) else grad_sample)
+
+
 class HooksGradSampleModule(PerSampleEngine):
     """Per-sample gradients as Opacus computes them.
 
@@ -64,7 +72,8 @@ class HooksGradSampleModule(PerSampleEngine):
 
     Raises:
         NotImplementedError: If a trainable layer has buffers (as BatchNorm does).
-        ValueError: If a composite module owns a parameter that no rule covers.
+        ValueError: If a composite module owns a parameter that no rule covers, or Opacus has no
+            rule, or a wrong one, for a layer.
     """
 
     def __init__(self, model: nn.Module, *, passes: int = 1) -> None:
@@ -72,6 +81,8 @@ class HooksGradSampleModule(PerSampleEngine):
         self._bare_handles: list[torch.utils.hooks.RemovableHandle] = []
         for kind in {type(m) for m in model.modules() if type(m).__name__ in CHANNEL_SCALES}:
             register_grad_sampler(kind)(_channel_scale_grad_sample)
+        self._rows_tried = False
+        self._reject_layers(model)
         super().__init__(model, passes=passes)
         self._reject_uncovered()
 
@@ -115,6 +126,63 @@ class HooksGradSampleModule(PerSampleEngine):
         else:  # another forward of the owner, in this pass or in another one
             parameter.grad_sample = parameter.grad_sample + row_gradient
 
+    @staticmethod
+    def _reject_layers(model: nn.Module) -> None:
+        """Name the layers at which Opacus or its hooks would fail in words of their own."""
+        bad = [
+            f"{name} ({type(layer).__name__})"
+            for name, layer in model.named_modules()
+            if vars(layer).get("inplace")
+            or (
+                has_trainable_params(layer)
+                and (
+                    isinstance(layer, (nn.RNNBase, nn.RNNCellBase, nn.EmbeddingBag))
+                    or (isinstance(layer, (nn.LayerNorm, nn.GroupNorm)) and layer.bias is None)
+                )
+            )
+        ]
+        if bad:
+            raise ValueError(
+                f"grad_sample_mode='hooks' has no rule for {', '.join(bad)}: recurrent layers, "
+                "bags of embeddings, norms without bias, and activations with inplace=True; use "
+                "grad_sample_mode='bookkeeping', or freeze or replace them."
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; before the first batch that gets gradients, try its first row alone."""
+        if not self._rows_tried and self.hooks_enabled and torch.is_grad_enabled():
+            self._try_one_row(args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _try_one_row(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a model whose layers, or whose inputs, have the batch elsewhere than first.
+
+        In a batch that is as large as something else, nothing but a batch of one shows it.
+        """
+        self._rows_tried = True
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        size = len(inputs[0])
+
+        def first(x: Any) -> Any:
+            return x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == size else x
+
+        devices = [inputs[0].device.index or 0] if inputs[0].is_cuda else []
+        with torch.random.fork_rng(devices=devices):
+            one_args, one_kwargs = tree_map(first, (args, kwargs))
+            outputs = super().forward(*one_args, **one_kwargs)
+            leaves = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.backward([x.float().sum() for x in leaves])
+        parameters: dict[str, Any] = self._trainable
+        rows = {name: _rows_of(p.grad_sample) for name, p in parameters.items()}
+        self.discard()
+        wrong = [name for name, count in rows.items() if count not in (0, 1)]
+        if wrong or any(len(x) != 1 for x in leaves if x.dim()):
+            raise ValueError(
+                f"{', '.join(wrong) or 'the output'}: a batch of one row gives several, so the "
+                "batch is not the first dimension there; put it first, in the model's inputs and "
+                "throughout its layers."
+            )
+
     def _reject_uncovered(self) -> None:
         owners = {id(p): name for name, p in self._trainable.items()}
         bad = [
@@ -136,6 +204,8 @@ class HooksGradSampleModule(PerSampleEngine):
             handle.remove()
         self._bare_handles.clear()
         super().remove_hooks()
+        for module in self._module.modules():
+            vars(module).pop("activations", None)
 
     def _taken(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of the units, (U, *shape), by name of a reached parameter."""
@@ -167,7 +237,7 @@ class HooksGradSampleModule(PerSampleEngine):
                 rows = torch.cat(passes)
                 known.append(name)
                 sizes.append(row_norms(at_least_float32(rows)).sum())
-                missed.append((rows.sum(0) - p.grad).norm())
+                missed.append(row_norms((rows.sum(0) - p.grad)[None])[0])
         if not known:
             return
         size = torch.stack(sizes)
@@ -182,9 +252,9 @@ class HooksGradSampleModule(PerSampleEngine):
                 "grad_sample_mode='bookkeeping'."
             )
 
-    def per_sample_norms(self) -> dict[str, Tensor]:  # noqa: D102
+    def per_unit_norms(self) -> dict[str, Tensor]:  # noqa: D102
         self._check_complete()
-        norms = {name: row_norms(gradient) for name, gradient in self._taken()}
+        norms = {name: row_norms(gradient).to(gradient.dtype) for name, gradient in self._taken()}
         if len({len(norm) for norm in norms.values()}) > 1:
             sizes = {name: len(norm) for name, norm in norms.items()}
             raise RuntimeError(f"per-sample gradients disagree on the batch size: {sizes}.")

@@ -103,7 +103,8 @@ class _Tap(torch.autograd.Function):
                 "what reaches a parameter through it is not known per sample."
             )
         saved = ctx.saved_tensors  # once: activation checkpointing gives them only once
-        ctx.receive(gradient, *saved)
+        with torch.autocast(gradient.device.type, enabled=False):  # also where backward is within
+            ctx.receive(gradient, *saved)
         return gradient, None, None, *(None for _ in saved)
 
 

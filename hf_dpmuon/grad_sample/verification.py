@@ -35,15 +35,23 @@ ABSOLUTE_TOLERANCE = 1e-5  # of the whole gradient, for parameters whose gradien
 
 # Several sizes, since a fault may show only where a batch is as large as something else; row 0 is
 # the first, the last, and inside. Each batch shares with its partner row 0 and the size alone.
-BATCHES = (((1, 0), (2, 0)), ((0, 1, 2), (0, 3, 4)), ((1, 0, 2, 3), (4, 0, 1, 2)))
+BATCHES: Sequence[tuple[Sequence[int], Sequence[int]]] = (
+    ((1, 0), (2, 0)),
+    ((0, 1, 2), (0, 3, 4)),
+    ((1, 0, 2, 3), (4, 0, 1, 2)),
+)
 
+MOST_ROWS = max(len(rows) for rows, _ in BATCHES)
+SEEDS_TRIED = 8
 ROWS_COMPARED = 16  # of a large batch
 LOGIT_SCALES = (1.0, 10.0)
 
 SummedLoss = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
 
 
-def verify_per_sample_gradients(engine: PerSampleEngine, summed_loss: SummedLoss) -> None:
+def verify_per_sample_gradients(
+    engine: PerSampleEngine, summed_loss: SummedLoss, *, most_rows: int = MOST_ROWS
+) -> None:
     """Check that the gradient of row 0 is its own, whatever batch it is in.
 
     That it does not change with the other rows is checked in training mode under equal dropout, and
@@ -54,23 +62,28 @@ def verify_per_sample_gradients(engine: PerSampleEngine, summed_loss: SummedLoss
         summed_loss: Given the engine or the plain model and the numbers of some of five rows,
             returns the loss summed over those rows, and how many they are; where a row becomes
             several, these are consecutive.
+        most_rows: Of a batch; with one, nothing is compared but its gradient with autograd's.
 
     Raises:
         ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, one sample's
             gradient depends on the other samples, or training changes the model's state.
     """
     parameters = {n: p for n, p in engine._module.named_parameters() if p.requires_grad}
+    batches = [pair for pair in BATCHES if len(pair[0]) <= most_rows] or [((0,), (0,))]
+    dead = set(parameters)
 
-    def gradient_of_row_0(rows: Sequence[int]) -> dict[str, Tensor]:
+    def gradient_of_row_0(rows: Sequence[int], *, seed: int = 0) -> dict[str, Tensor]:
         engine.discard()
-        torch.manual_seed(0)  # a collator may augment at random, each row from its own draws
+        torch.manual_seed(seed)  # a collator may augment at random, each row from its own draws
         loss, size = summed_loss(engine, rows)
         loss.backward()  # type: ignore[no-untyped-call]
         copies = size // len(rows)
         weights = torch.zeros(size, device=loss.device)
         weights[rows.index(0) * copies :][:copies] = 1.0
         into = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        engine.add_weighted_sum(dict.fromkeys(engine.per_sample_norms(), weights), into=into)
+        reached = engine.per_unit_norms()
+        dead.difference_update(reached)
+        engine.add_weighted_sum(dict.fromkeys(reached, weights), into=into)
         engine.discard()
         return into
 
@@ -84,14 +97,19 @@ def verify_per_sample_gradients(engine: PerSampleEngine, summed_loss: SummedLoss
     with _moved_weights(list(parameters.values())), _restored_buffers(engine._module):
         with _modes(engine, lambda _: True):
             state = {name: t.clone() for name, t in _state(engine._module)}
-            gradient_of_row_0(BATCHES[0][0])
+            gradient_of_row_0(batches[0][0])
             _check_unchanged(state, engine._module)
-            for one, another in BATCHES:
+            for seed in range(1, SEEDS_TRIED):  # a layer may be left out at random
+                if dead:
+                    gradient_of_row_0(batches[0][0], seed=seed)
+            if dead:
+                raise ValueError(DEAD.format(", ".join(n for n in parameters if n in dead)))
+            for one, another in batches:
                 compare(gradient_of_row_0(one), gradient_of_row_0(another), COUPLED)
         # Only modules that own parameters stay in training mode, as some engines' hooks need.
         with _modes(engine, lambda module: any(True for _ in module.parameters(recurse=False))):
             alone = _plain_gradient(engine, summed_loss, parameters)
-            for rows, _ in BATCHES:
+            for rows, _ in batches:
                 compare(alone, gradient_of_row_0(rows), WRONG)
 
 
@@ -196,6 +214,10 @@ COUPLED = (
     "no bound on one sample holds: use a collator without mixup or CutMix, a model whose layers do "
     "not mix samples, and a loss that is a plain mean over rows."
 )
+DEAD = (
+    "trainable parameters that the loss does not reach in training mode, so that noise alone would "
+    "move them: {}; freeze them with requires_grad_(False) before the trainer is built."
+)
 WRONG = (
     "the per-sample gradients of {} differ from those of a batch of one; freeze it, or check that "
     "compute_loss returns a mean over rows."
@@ -214,13 +236,9 @@ def _plain_gradient(
     loss, _ = summed_loss(engine._module, (0,))
     loss.backward()  # type: ignore[no-untyped-call]
     engine.enable_hooks()
-    dead = [name for name, p in parameters.items() if p.grad is None]
-    if dead:
-        raise ValueError(
-            f"trainable parameters that the loss does not reach: {', '.join(dead)}; freeze them "
-            "with requires_grad_(False) before the trainer is built."
-        )
-    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()
+    }
 
 
 @contextmanager

@@ -85,8 +85,6 @@ def staged(folder: Path, name: str, *, is_main: bool) -> Iterator[Path]:
 def publish(checkpoint: Path, state: TrainerState) -> None:
     """Rename a staged checkpoint, whole now, to its final name."""
     state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))
-    for path in checkpoint.glob("rng_state*.pth"):
-        path.chmod(0o600)
     final = checkpoint.parents[1] / checkpoint.name
     if final.exists():  # of an earlier run through this step
         os.replace(final, checkpoint.with_name(f"replaced-{checkpoint.name}"))

@@ -9,10 +9,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_dpmuon.accounting import steps_per_epoch
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import SeededRows
-from hf_dpmuon.run import PrivacyPlan
+from hf_dpmuon.plan import PrivacyPlan, steps_per_epoch
 from hf_dpmuon.sampling import LogicalBatchLoader, PoissonSampler
 from hf_dpmuon.units import PrivacyUnits
 
@@ -25,15 +24,18 @@ def build_loader(
     *,
     args: DPTrainingArguments,
     plan: PrivacyPlan,
-    generator: np.random.Generator,
+    generator_of: Callable[[int], np.random.Generator],
+    first_draw: int,
     units: PrivacyUnits | None,
     max_examples_per_unit: int,
 ) -> LogicalBatchLoader:
     """Build what draws units, not rows, at the rate of the plan."""
-    sampler = PoissonSampler(plan.num_units, sample_rate=plan.sample_rate, generator=generator)
+    sampler = PoissonSampler(plan.num_units, sample_rate=plan.sample_rate)
     return LogicalBatchLoader(
         SeededRows(dataset),
         sampler=sampler,
+        generator_of=generator_of,
+        first_draw=first_draw,
         physical_batch_size=args.per_device_train_batch_size,
         collate_fn=collate_fn,
         num_workers=args.dataloader_num_workers,

@@ -1,35 +1,49 @@
-"""One private step: a draw becomes the private gradient in every ``p.grad`` and a ledger record.
+"""One private step: a draw becomes a private gradient for the optimizer and a ledger record.
 
-Receives logical batches and the number of the step. Everything that a step needs is handed in, so
-this room knows no base class and no arguments.
+Receives logical batches and the number of the step. Everything that a step needs is handed in: no
+base class and no framework is known here.
 
 Guarantees:
-    On return of ``take`` each ``p.grad`` is private, no per-sample or raw gradient is left, and the
-    draw of noise is on disk in the ledger.
+    On return of ``take`` the gate offers the private gradient, no per-sample or raw gradient is
+    left, and the draw of noise is on disk in the ledger.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.callbacks import BudgetSpentError
+from hf_dpmuon.accounting import NoiseEvent
 from hf_dpmuon.filters import GradientFilter, moved_to
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.mechanism import GaussianMechanism, NoiseEvent
+from hf_dpmuon.mechanism import GaussianMechanism
 from hf_dpmuon.randomness import keyed_generator, seeded_globals
-from hf_dpmuon.run import PrivateRun
-from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
+from hf_dpmuon.sampling import LogicalBatch
+from hf_dpmuon.training.release import ReleaseGate
 
-__all__ = ["PrivateStep"]
+if TYPE_CHECKING:  # a step needs no framework to run
+    from hf_dpmuon.arguments import DPTrainingArguments
+    from hf_dpmuon.plan import PrivacyPlan
 
-logger = logging.getLogger(__name__)
+__all__ = ["BudgetSpentError", "PrivateStep"]
+
+
+class BudgetSpentError(Exception):
+    """No further draw of noise is affordable."""
+
+
+class _Run(Protocol):
+    """Ledger, budget and secret keys; see ``run.PrivateRun``."""
+
+    @property
+    def plan(self) -> PrivacyPlan: ...
+    def may_take(self, step: int) -> bool: ...
+    def key_of(self, step: int) -> bytes: ...
+    def record(self, event: NoiseEvent) -> None: ...
 
 
 @dataclass
@@ -37,24 +51,22 @@ class PrivateStep:
     """Sampling, clipping, noise, ledger and filter of one step, in this order.
 
     Attributes:
-        mechanism: Around the engine of per-sample gradients.
-        run: Ledger, budget and secrets.
-        filter: Of the private gradients.
-        parameters: The trainable ones, in the order of the filter.
-        loader: Where a run that departs from an interrupted one draws anew.
-        loss: Mean over the rows of a physical batch.
+        mechanism: Clips, sums and adds noise; holds the engine of per-sample gradients.
+        run: Ledger, budget and secret keys.
+        filter: Smooths the private gradients.
+        gate: Offers the private gradients to the optimizer.
+        loss: Returns the mean over the rows of a physical batch.
         prepare: Brings a physical batch to the device.
-        autocast: To the compute type.
-        loss_scale: Static, undone by the mechanism.
+        autocast: Enters the compute type.
+        loss_scale: A static factor, undone by the mechanism.
         rank: Number of this process.
         keep_loss: Whether ``take`` returns the raw mean loss and not 0.
     """
 
     mechanism: GaussianMechanism
-    run: PrivateRun
+    run: _Run
     filter: GradientFilter
-    parameters: list[nn.Parameter]
-    loader: LogicalBatchLoader
+    gate: ReleaseGate
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -68,7 +80,7 @@ class PrivateStep:
         args: DPTrainingArguments,
         *,
         engine: PerSampleEngine,
-        run: PrivateRun,
+        run: _Run,
         **others: Any,
     ) -> PrivateStep:
         """Make the step of a run with these arguments, mechanism included."""
@@ -79,7 +91,7 @@ class PrivateStep:
             max_grad_norm=args.per_sample_max_grad_norm,
             sample_rate=run.plan.sample_rate,
             num_units=run.plan.num_units,
-            noise_key=run.noise_key,
+            noise_key=b"",  # that of each step is set before it
             fixed_noise=args.noise_seed is not None,
             clipping=args.clipping,  # type: ignore[arg-type]
             loss_scale=args.loss_scale,
@@ -93,52 +105,46 @@ class PrivateStep:
             **others,
         )
 
-    def take(self, draw: LogicalBatch, *, step: int, votes: float) -> float:
+    def take(self, draw: LogicalBatch, *, step: int, stop_votes: float) -> float:
         """Release the gradient of one draw; return 0, or the raw mean loss.
 
         Args:
             draw: One Poisson draw.
             step: Its number, from 1.
-            votes: See ``GaussianMechanism.release``.
+            stop_votes: See ``GaussianMechanism.release``.
 
         Raises:
             BudgetSpentError: If no draw of noise is affordable.
+            ValueError: If a repeated step is not the one that the ledger holds; nothing of it is
+                left.
         """
         if not self.run.may_take(step):
             raise BudgetSpentError("the privacy budget is spent")
-        loss, event = self._release(draw, step, votes)
-        if self.run.departs(event):
-            for p in self.parameters:
+        self.mechanism.noise_key = self.run.key_of(step)
+        parameters = self.gate.parameters
+        try:
+            loss, event = self._release(draw, step, stop_votes)
+            self.run.record(event)
+            private = [p.grad for p in parameters.values() if p.grad is not None]
+        finally:
+            for p in parameters.values():
                 p.grad = None
-            if self.run.remaining <= 0:
-                raise BudgetSpentError(
-                    f"step {step} differs from the interrupted run, and the budget has no draw left"
-                )
-            logger.warning("Step %d differs from the interrupted run: drawing afresh.", step)
-            draw = self.loader.restart(self.run.draw_afresh())
-            self.mechanism.noise_key = self.run.noise_key
-            loss, event = self._release(draw, step, votes)
-        self.run.record(event)
-        private = [p.grad for p in self.parameters if p.grad is not None]
-        for p, gradient in zip(self.parameters, self.filter.smooth(private), strict=True):
-            p.grad = gradient
+        self.gate.publish(dict(zip(parameters, self.filter.smooth(private), strict=True)))
         return loss
 
-    def _release(self, draw: LogicalBatch, step: int, votes: float) -> tuple[float, NoiseEvent]:
+    def _release(
+        self, draw: LogicalBatch, step: int, stop_votes: float
+    ) -> tuple[float, NoiseEvent]:
         """Clip and sum the gradients of a draw, add noise once; the filter is not asked yet."""
         engine = self.mechanism.module
         engine.train()
         self.mechanism.begin()
         loss_sum, rows = 0.0, 0
         points = self.filter.query_points()
+        parameters = list(self.gate.parameters.values())
         for index, physical_batch in enumerate(draw):
             batch = self.prepare(physical_batch.inputs)
             labels, size = batch["labels"], len(batch["labels"])
-            if not labels.is_floating_point() and bool((labels < 0).any()):
-                raise ValueError(
-                    "train_dataset has labels below 0, such as -100 for a row to be ignored; "
-                    "remove these rows, since a mean over the other rows would couple them."
-                )
             seed = self._dropout_seed(step, index)
             devices = [labels.device.index or 0] if labels.is_cuda else []
             if physical_batch.unit_of_row is not None:
@@ -146,7 +152,7 @@ class PrivateStep:
                 engine.set_units(unit_of_row, physical_batch.num_units, reduction="mean")
             for point in points:
                 # Every evaluation of a sample sees the same dropout.
-                with moved_to(self.parameters, point), seeded_globals(seed, devices=devices):
+                with moved_to(parameters, point), seeded_globals(seed, devices=devices):
                     with self.autocast():
                         loss = self.loss(engine, batch)
                     # the engine wants the sum over samples, not their mean
@@ -156,7 +162,7 @@ class PrivateStep:
                         self.mechanism.accumulate()
             if self.keep_loss:
                 loss_sum, rows = loss_sum + loss.item() * size, rows + size
-        return loss_sum / max(rows, 1), self.mechanism.release(step=step, votes=votes)
+        return loss_sum / max(rows, 1), self.mechanism.release(step=step, stop_votes=stop_votes)
 
     def _dropout_seed(self, step: int, index: int) -> int:
         """A secret seed for what the model draws in a physical batch; the same in a replay.
@@ -165,4 +171,4 @@ class PrivateStep:
         them the sum by more than its own clipped gradient.
         """
         use = f"dropout {step - 1} {self.rank} {index}"
-        return int(keyed_generator(self.run.noise_key, use.encode()).integers(2**63))
+        return int(keyed_generator(self.run.key_of(step), use.encode()).integers(2**63))

@@ -30,7 +30,7 @@ from hf_dpmuon.grad_sample import (
 )
 from hf_dpmuon.units import PrivacyUnits
 
-__all__ = ["Trial", "blank_row", "build_engine"]
+__all__ = ["Trial", "build_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Trial:
             size = len(batch["labels"])
             return self.loss(model, batch) * size, size
 
-        verify_per_sample_gradients(engine, summed_loss)
+        verify_per_sample_gradients(engine, summed_loss, most_rows=self.physical_batch_size)
 
         # On more rows a loss may still do what it does not do here; the README says so.
         batch = self.batch(self._rows([0] * min(self.physical_batch_size, MOST_ROWS_TRIED)))
@@ -109,7 +109,7 @@ class Trial:
         """Estimate the peak of a physical batch from three small ones, and all that outlives it.
 
         Each has one unit of most rows and others of fewest, which takes most memory: engines give
-        all units the room of the largest.
+        all units the space of the largest. No batch has more rows than a physical one may have.
         """
         fewest, most = self.rows_of_unit
         sums = {name: torch.zeros_like(p) for name, p in engine._module.named_parameters()}
@@ -125,28 +125,23 @@ class Trial:
             with self.autocast():
                 loss = self.loss(engine, batch)
             (loss * (size * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
-            norms = engine.per_sample_norms()
+            norms = engine.per_unit_norms()
             engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
             engine.discard()
 
-        counts = (1, 3, 5)
+        small_units = max(0, (self.physical_batch_size - most) // fewest)
+        counts = (1, 3, 5) if small_units > 5 else (small_units,)
         with torch.random.fork_rng():  # dropout
             peaks = [peak_bytes(partial(step, count)) for count in counts]
-        curve = np.polyfit(counts, peaks, 2)
-        curve[0] = max(curve[0], 0.0)
-        small_units = max(0, (self.physical_batch_size - most) // fewest)
+        curve = np.polyfit(counts, peaks, len(counts) - 1)
+        if len(counts) > 1:
+            curve[0] = max(curve[0], 0.0)
         lasting = LASTING_COPIES * sum(total.nbytes for total in sums.values())
         return int(MEMORY_MARGIN * np.polyval(curve, small_units)) + lasting
 
     def _rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         return [_random_row_like(self.row, label, generator) for label in labels]
-
-
-def blank_row(dataset: Any) -> dict[str, Tensor]:
-    """The shapes of a row; of the private row nothing else is used."""
-    row = dataset[0]
-    return {n: torch.zeros_like(torch.as_tensor(row[n])) for n in ("pixel_values", "labels")}
 
 
 def build_engine(

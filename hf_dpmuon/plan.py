@@ -1,0 +1,337 @@
+"""A run as the accountant sees it: units, sampling rate, steps, noise and what they cost together.
+
+Receives public facts only, before any private row is used; returns the plan that follows.
+
+Guarantees:
+    A calibrated noise multiplier meets its target under the same accountant.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hf_dpmuon.accounting import (
+    SMALLEST_NOISE_MULTIPLIER,
+    SampledGaussian,
+    check_delta,
+    epsilon_bound,
+    falling_root,
+)
+from hf_dpmuon.rounding import round_up
+
+__all__ = [
+    "PrivacyPlan",
+    "affordable_steps",
+    "calibrate_noise_multiplier",
+    "num_steps",
+    "steps_per_epoch",
+]
+
+MOST_STEPS = 10**9
+_SIGNIFICANT_DIGITS = 6
+_LARGEST_NOISE_MULTIPLIER = 2.0**40
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """The run as the accountant sees it, fixed before the first image is used.
+
+    Attributes:
+        num_units: N, the number of privacy units.
+        sample_rate: q = logical_batch_size / N, exact.
+        steps: T, the number of logical steps.
+        delta: The delta of the guarantee.
+        noise_multiplier: sigma.
+        accountant: What composes the steps.
+    """
+
+    num_units: int
+    sample_rate: float
+    steps: int
+    delta: float
+    noise_multiplier: float
+    accountant: str = "rdp"
+
+    @classmethod
+    def solve(
+        cls,
+        *,
+        num_units: int,
+        logical_batch_size: int,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        steps: int | None = None,
+        num_epochs: float | None = None,
+        delta: float | None = None,
+        accountant: str = "rdp",
+    ) -> PrivacyPlan:
+        """Return the plan in which two of epsilon, sigma and the length are as given.
+
+        Args:
+            num_units: N >= 1.
+            logical_batch_size: Expected units in a step, in [1, N].
+            target_epsilon: What the run may cost, > 0.
+            noise_multiplier: sigma >= 0.
+            steps: T >= 1; or ``num_epochs``.
+            num_epochs: Passes over the data, > 0.
+            delta: In (0, 1/N); 1 / (10 N) if None.
+            accountant: What composes the steps.
+
+        Raises:
+            ValueError: A value lies outside its range, or the three do not go together.
+        """
+        if num_units < 1:
+            raise ValueError(f"num_units={num_units} must be >= 1.")
+        if not 1 <= logical_batch_size <= num_units:
+            raise ValueError(
+                f"logical_batch_size={logical_batch_size} must be in [1, {num_units}], the number "
+                "of privacy units."
+            )
+        if delta is None:
+            delta = 1 / (10 * num_units)
+        if not 0 < delta < 1 / num_units:
+            raise ValueError(
+                f"delta={delta} must be above 0 and below 1/N = {1 / num_units:.3g}, or a "
+                "guarantee could publish one record in full; leave it unset for 1/(10 N)."
+            )
+        if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
+            raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
+        if target_epsilon is not None and not 0 < target_epsilon < math.inf:
+            raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
+        sample_rate = logical_batch_size / num_units
+        if steps is None and num_epochs is not None:
+            steps = num_steps(num_epochs=num_epochs, sample_rate=sample_rate)
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps={steps} must be >= 1.")
+        if sum(x is not None for x in (target_epsilon, noise_multiplier, steps)) != 2:
+            raise ValueError(
+                "two of epsilon, sigma (the noise multiplier) and steps (or epochs) must be given."
+            )
+        if steps is None:
+            assert target_epsilon is not None
+            assert noise_multiplier is not None
+            steps = _longest(noise_multiplier, sample_rate, target_epsilon, delta, accountant)
+        if noise_multiplier is None:
+            assert target_epsilon is not None
+            noise_multiplier = calibrate_noise_multiplier(
+                target_epsilon=target_epsilon,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=accountant,
+            )
+        return cls(num_units, sample_rate, steps, delta, noise_multiplier, accountant)
+
+    @property
+    def draws(self) -> SampledGaussian:
+        """All draws of noise, as the accountant takes them."""
+        return SampledGaussian(self.noise_multiplier, self.sample_rate, self.steps)
+
+    @property
+    def epsilon(self) -> float:
+        """What the whole run costs."""
+        return epsilon_bound([self.draws], delta=self.delta, accountant=self.accountant).epsilon
+
+    @property
+    def epochs(self) -> float:
+        """Expected passes over the data, T q."""
+        return self.steps * self.sample_rate
+
+    def noise_std(self, max_grad_norm: float) -> float:
+        """Standard deviation of the noise in each entry of a release, at a clipping bound."""
+        return self.noise_multiplier * max_grad_norm / (self.sample_rate * self.num_units)
+
+
+def calibrate_noise_multiplier(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "rdp",
+) -> float:
+    """Returns the smallest noise multiplier, to six significant digits, that meets the budget.
+
+    The digits are few so that the number in a log or a configuration file is the one in use.
+
+    Args:
+        target_epsilon: Budget, > 0.
+        target_delta: In (0, 1).
+        sample_rate: In (0, 1].
+        steps: Number of draws, >= 1.
+        accountant: How the draws are composed.
+
+    Raises:
+        ValueError: A value lies outside its range, or no noise reaches so small an epsilon.
+
+    Guarantees:
+        ``compute_epsilon`` at the returned value is at most ``target_epsilon``, and at least
+        99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
+        ``sample_rate`` is about ``target_delta``) or PRV gives way to RDP just there.
+    """
+    check_delta(target_delta)
+    if not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
+    if steps < 1:
+        raise ValueError(f"steps={steps} must be >= 1.")
+
+    event = functools.partial(SampledGaussian, sample_rate=sample_rate, steps=steps)
+    start = 1.0
+    if accountant != "rdp":  # never above RDP, so RDP's answer is where the search begins
+        start = calibrate_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=sample_rate,
+            steps=steps,
+        )
+
+    @functools.cache
+    def excess(log_noise: float) -> float:
+        """Logarithm of epsilon over its target, which falls as the noise grows."""
+        bound = epsilon_bound(
+            [event(math.exp(log_noise))], delta=target_delta, accountant=accountant
+        )
+        return math.log(max(bound.epsilon, 1e-300) / target_epsilon)
+
+    low, high = _bracket(excess, start=math.log(start), step=math.log(2 if start == 1 else 1.25))
+    if excess(high) > 0:
+        raise ValueError(
+            f"target_epsilon={target_epsilon} must be at least "
+            f"{round_up(target_epsilon * math.exp(excess(high)), 3)} at "
+            f"target_delta={target_delta}."
+        )
+    root = falling_root(excess, low, high, tolerance=1e-7) if excess(low) > 0 else low
+    quantum = 10.0 ** (math.floor(root / math.log(10)) - _SIGNIFICANT_DIGITS + 1)
+    units = math.ceil(math.exp(root) / quantum)
+    while excess(math.log(_decimal(units * quantum))) > 0:
+        units += 1
+    return _decimal(units * quantum)
+
+
+def steps_per_epoch(sample_rate: float) -> int:
+    """Returns the number of draws whose expected sizes add up to one pass over the data.
+
+    It is the nearest whole number to 1 / q, and at least 1. (Truncation instead of rounding loses a
+    step for 312 of the rates 1/n with n < 5000.)
+
+    Raises:
+        ValueError: ``sample_rate`` is outside (0, 1].
+    """
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
+    return max(1, round(1 / sample_rate))
+
+
+def num_steps(*, num_epochs: float, sample_rate: float) -> int:
+    """Returns the number of logical steps of a run; everything that counts steps asks here.
+
+    Raises:
+        ValueError: ``num_epochs`` is negative or not finite, or ``sample_rate`` outside (0, 1].
+    """
+    if not 0 <= num_epochs < math.inf:
+        raise ValueError(f"num_epochs={num_epochs} must be a finite number >= 0.")
+    return math.ceil(num_epochs * steps_per_epoch(sample_rate))
+
+
+def affordable_steps(
+    events: Sequence[SampledGaussian],
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    target_epsilon: float,
+    delta: float,
+    accountant: str,
+    limit: int,
+) -> int:
+    """Returns how many more draws, at most ``limit``, a budget allows.
+
+    Args:
+        events: What was released before.
+        noise_multiplier: Of the further draws.
+        sample_rate: Of the further draws.
+        target_epsilon: Budget for ``events`` and the further draws together.
+        delta: In (0, 1).
+        accountant: How the draws are composed.
+        limit: The number of draws wanted, >= 0.
+
+    Raises:
+        ValueError: A value lies outside its range.
+
+    Guarantees:
+        Unless the result is 0, the events and that many draws together cost at most
+        ``target_epsilon``.
+    """
+
+    def fits(steps: int) -> bool:
+        further = SampledGaussian(noise_multiplier, sample_rate, steps)
+        bound = epsilon_bound([*events, further], delta=delta, accountant=accountant)
+        return bound.epsilon <= target_epsilon
+
+    if fits(limit):
+        return limit
+    fitting, excessive = 0, limit
+    while excessive - fitting > 1:
+        middle = (fitting + excessive) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            excessive = middle
+    return fitting
+
+
+def _longest(
+    noise_multiplier: float,
+    sample_rate: float,
+    target_epsilon: float,
+    delta: float,
+    accountant: str,
+) -> int:
+    """The most steps that a budget allows from its start."""
+
+    def affordable(limit: int, accountant: str) -> int:
+        return affordable_steps(
+            [],
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            target_epsilon=target_epsilon,
+            delta=delta,
+            accountant=accountant,
+            limit=limit,
+        )
+
+    steps = affordable(MOST_STEPS, "rdp")
+    if accountant != "rdp":  # slower, and never above RDP: search from its answer upwards
+        limit = 2 * steps + 1
+        while (steps := affordable(limit, accountant)) == limit < MOST_STEPS:
+            limit *= 2
+    if steps >= MOST_STEPS:
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier} must be smaller: {MOST_STEPS} steps cost less "
+            f"than epsilon={target_epsilon}."
+        )
+    if steps == 0:
+        one = SampledGaussian(noise_multiplier, sample_rate)
+        cost = epsilon_bound([one], delta=delta, accountant=accountant).epsilon
+        raise ValueError(
+            f"epsilon={target_epsilon} must be at least {round_up(cost, 4)}, the cost of one step."
+        )
+    return steps
+
+
+def _bracket(excess: Callable[[float], float], *, start: float, step: float) -> tuple[float, float]:
+    """Two log noise multipliers around the zero of a falling function, or the end of the range."""
+    low = high = start
+    smallest, largest = map(math.log, (SMALLEST_NOISE_MULTIPLIER, _LARGEST_NOISE_MULTIPLIER))
+    while excess(high) > 0 and high < largest:
+        low, high = high, min(high + step, largest)
+    while excess(low) <= 0 and low > smallest:
+        low, high = max(low - step, smallest), low
+    return low, high
+
+
+def _decimal(value: float) -> float:
+    """The float that prints with six significant digits."""
+    return float(f"{value:.{_SIGNIFICANT_DIGITS - 1}e}")
