@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
@@ -144,18 +143,6 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 "grad_sample_mode='ghost' cannot combine; leave disk_gamma unset, or use "
                 "'bookkeeping'."
             )
-
-    def recipe(self) -> dict[str, Any]:
-        """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
-        return {
-            "method": self.method.name,
-            "learning rate": self.learning_rate,
-            "learning rate of the rest": self.vector_learning_rate,
-            "schedule": SchedulerType(self.lr_scheduler_type).value,
-            "warm-up": f"{self.warmup_steps:g}",
-            "expected batch size": self.logical_batch_size,
-            "augmentations of an image in a step": self.augmentation_multiplicity,
-        }
 
     def _check_training_loop(self) -> None:
         refused = {

@@ -54,9 +54,10 @@ class SeededRows(Dataset[_SeededRow]):
     def __getitem__(self, key: tuple[int, int]) -> _SeededRow:
         index, seed = key
         dataset, row = located(self.dataset, index)
-        takes_seed = type(dataset).__getitem__ is ImageExamples.__getitem__
         with seeded_globals(seed):  # whoever the data set is, its transform may be anybody's
-            return _SeededRow(dataset[(row, seed) if takes_seed else row], seed)
+            return _SeededRow(
+                dataset[(row, seed) if isinstance(dataset, ImageExamples) else row], seed
+            )
 
 
 def located(dataset: Dataset[Any], row: int) -> tuple[Dataset[Any], int]:

@@ -69,6 +69,7 @@ def finetune(
         label_columns=data_args.label_columns,
         privacy_unit_column=data_args.privacy_unit_column,
         privacy_unit_pattern=data_args.privacy_unit_pattern,
+        public_class_names=data_args.public_class_names,
         dicom_window=None if window is None else (window[0], window[1]),
         on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
     )

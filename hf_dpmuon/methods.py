@@ -26,7 +26,6 @@ __all__ = ["Method", "create_optimizer", "routing_table"]
 # DP-Muon-S steps in the units of DP-SGD.
 LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
-OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
 # Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
 ITERATED_MAPS = ("newton_schulz", "polar_express", "selective")
@@ -181,11 +180,6 @@ class Method:
                     f"{field.name}={value!r} has no effect under {where}; leave it "
                     f"{field.default!r}."
                 )
-
-    @property
-    def name(self) -> str:
-        """The method's name in the paper: DP-SGD, DOPPLER-Muon."""
-        return f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}"
 
     @property
     def knows_noise(self) -> bool:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -54,6 +56,7 @@ __all__ = [
 BUILTIN_MODELS = {
     "builtin:tiny-vit": Path(__file__).parent / "pretrained" / "tiny-vit-fashion-mnist"
 }
+REPORT_FILE = "privacy_report.json"
 NF_RESNET = "builtin:nf-resnet-50"
 # Side of their images, by default. The stem of NF-ResNet-50 is that of ImageNet.
 SIZES_FROM_SCRATCH = {**dict.fromkeys(ARCHITECTURES, 32), NF_RESNET: 224}
@@ -71,6 +74,7 @@ class LoadedModel:
         label_names: Class names by output.
         notes: What was changed on loading, for the user.
         multi_label: Whether an image may have several labels or none, each with its own logit.
+        report_file: The privacy report that came with the weights, if there was one.
     """
 
     model: nn.Module
@@ -80,6 +84,7 @@ class LoadedModel:
     label_names: tuple[str, ...]
     notes: tuple[str, ...]
     multi_label: bool = False
+    report_file: Path | None = None
 
 
 def load_model(
@@ -125,7 +130,8 @@ def load_model(
         loaded.model.config.problem_type = (
             "multi_label_classification" if multi_label else "single_label_classification"
         )
-    return replace(loaded, multi_label=multi_label)
+    report_file = _report_beside(name_or_path.removeprefix("timm/"), revision)
+    return replace(loaded, multi_label=multi_label, report_file=report_file)
 
 
 def save_model(loaded: LoadedModel, folder: str | Path) -> None:
@@ -241,6 +247,19 @@ def _load(
     if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
         return _load_timm(name_or_path, label_names, image_size)
     return _load_transformers(name_or_path, label_names, image_size, revision)
+
+
+def _report_beside(name: str, revision: str | None) -> Path | None:
+    """Find what a private training of these very weights stated, in a folder or on the Hub."""
+    if Path(name).is_dir():
+        path = Path(name) / REPORT_FILE
+        return path if path.is_file() else None
+    if name.count("/") != 1:
+        return None  # a model of this package or of timm, trained on public data
+    try:
+        return Path(hf_hub_download(name, REPORT_FILE, revision=revision))
+    except (EntryNotFoundError, HFValidationError):
+        return None
 
 
 def _stored_config(name_or_path: str) -> dict[str, Any]:

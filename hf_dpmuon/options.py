@@ -89,6 +89,7 @@ class DataArguments:
         privacy_unit_pattern: Regular expression whose one named group is the id in that column.
         max_examples_per_unit: Most images of a drawn unit that a step uses.
         dicom_window: Center and width of the grey levels of DICOM files.
+        public_class_names: Declares that class names that look like ids name nobody.
         on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
         class_weights: Public weight of each class in the loss, or "balanced".
         public_class_counts: Whether the rows of each class may be counted for "balanced".
@@ -146,6 +147,10 @@ class DataArguments:
     dicom_window: list[float] | None = field(
         default=None,
         metadata={"help": "Center and width of DICOM grey levels (each file's own if unset)."},
+    )
+    public_class_names: bool = field(
+        default=False,
+        metadata={"help": "Declare that class names that look like ids or dates name nobody."},
     )
     on_corrupt: Literal["refuse", "drop"] = field(
         default="refuse",

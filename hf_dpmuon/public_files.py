@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
 from hf_dpmuon.model_card import (
+    BREAK,
     CARD_FILE,
     PLOT_FILE,
     REPORT_FILE,
@@ -259,6 +260,7 @@ def _local_path_in_card(text: str, labels: list[str]) -> str | None:
     for label in labels:
         if find_local_path(label) is not None:  # it stands in the card as well
             text = text.replace(plain(label), "")
+    text = text.replace(BREAK, "")
     unescaped = re.sub(r"\\([^\w\s])", r"\1", text)
     return find_local_path(text) or find_local_path(unescaped)
 

@@ -42,7 +42,7 @@ from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.known_noise import KnownNoise, signal_to_noise
 from hf_dpmuon.methods import routing_table
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
-from hf_dpmuon.model_folder import ModelFolder
+from hf_dpmuon.model_folder import ModelFolder, recipe_of
 from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
 from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
@@ -163,10 +163,12 @@ class DPTrainer(PublishingTrainer):
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
+            earlier=self.folder.earlier_ledger,
         )
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
         self._filter: GradientFilter | None = None
+        self._own_scheduler = optimizers[1]
         self._interrupt = Interrupt()
         self.interrupted = False
         super().__init__(
@@ -505,9 +507,15 @@ class DPTrainer(PublishingTrainer):
 
     def card_facts(self) -> dict[str, Any]:
         """Recipe, metrics and name of the model."""
-        weighted = "none" if self._loss.weights is None else "yes"
+        recipe = recipe_of(
+            self.args,
+            optimizer=self.optimizer,
+            scheduler=self._own_scheduler,
+            class_weights=self._loss.weights is not None,
+            steps=self.plan.steps,
+        )
         return {
-            "recipe": {**self.args.recipe(), "class weights": weighted, "steps": self.plan.steps},
+            "recipe": recipe,
             "metrics": self.eval_metrics,
             "model_name": self.hub_model_id and self.hub_model_id.split("/")[-1],
         }

@@ -287,8 +287,6 @@ def test_values_of_the_file_are_read_as_on_the_command_line(tmp_path):
         "logical_batch_size: true",
         "max_examples_per_unit: 2.5",
         "seed: 1.5",
-        "label_columns: [a, null]",
-        "label_columns: [yes, no]",
         "max_steps: {a: b}",
     ],
 )
@@ -305,3 +303,110 @@ def test_a_file_that_is_no_text_or_no_yaml_is_named_in_one_sentence(tmp_path):
         with pytest.raises(ValueError, match=r"run\.yaml' cannot be read") as refusal:
             parse_arguments([f"--config={config}"])
         assert "\n" not in str(refusal.value)
+
+
+def test_k229_text_of_the_file_is_taken_as_written(tmp_path):
+    model, data, args = parsed(
+        tmp_path,
+        "model_revision: 0123456\ndataset_revision: 1.10\ntrain_split: 12:30\n"
+        "logical_batch_size: 010\nlabel_columns: [no, yes, null, 1e3]\nhub_model_id: on",
+    )
+    assert model.model_revision == "0123456"
+    assert (data.dataset_revision, data.train_split) == ("1.10", "12:30")
+    assert data.label_columns == ["no", "yes", "null", "1e3"]
+    assert (args.logical_batch_size, args.hub_model_id) == (10, "on")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "target_epsilon: 1\nmax_steps: 3\ntarget_epsilon: 8",
+        "max_steps: 3\nmax_steps: 3",
+        "image_column: a\n'image_column': b",
+        "seed:\nseed: 1",
+    ],
+)
+def test_k229_a_key_that_stands_twice_is_refused(tmp_path, text):
+    with pytest.raises(ValueError, match="stands twice in"):
+        parsed(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num_train_epochs", "2"],
+        ["--num_train_epochs=2"],
+        ["--num-train-epochs", "2"],
+        ["--num-train-epochs=2"],
+    ],
+    ids=" ".join,
+)
+def test_k230_every_spelling_of_an_option_wins_over_the_file(tmp_path, words):
+    args = parsed(tmp_path, "max_steps: 5\ntarget_epsilon: 8", *words)[2]
+    assert (args.num_train_epochs, args.max_steps) == (2, -1)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--epsilon=3", "target_epsilon"),
+        ("--delta=1e-5", "target_delta"),
+        ("--sigma=1", "noise_multiplier"),
+        ("--batch-size=8", "logical_batch_size"),
+        ("--adjust_lr=paper", "adjust_lr_fn"),
+    ],
+)
+def test_k269_what_people_write_is_told_by_its_name_here(word, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        parse_arguments([word])
+
+
+@pytest.mark.parametrize(("old", "new"), [("keller", "quintic"), ("you", "quintic_tuned")])
+def test_k265_an_old_name_is_refused_with_the_new_one(tmp_path, old, new):
+    with pytest.raises(ValueError, match=f"is called '{new}' now"):
+        arguments(tmp_path, ns_coefficients=old)
+
+
+@pytest.mark.parametrize("name", ["clearml", "dagshub", "dvclive", "flyte", "neptune", "all"])
+def test_k201_integrations_that_upload_folders_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="report_to=.*(upload|is not installed)"):
+        arguments(tmp_path, report_to=[name])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WANDB_LOG_MODEL", "checkpoint"),
+        ("WANDB_LOG_MODEL", "end"),
+        ("HF_MLFLOW_LOG_ARTIFACTS", "1"),
+    ],
+)
+def test_k201_variables_that_upload_checkpoints_are_refused(tmp_path, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}='{value}' would make"):
+        arguments(tmp_path)
+
+
+def test_k263_bf16_works_where_the_launcher_says_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert arguments(tmp_path, bf16=True, use_cpu=False).mixed_precision == "bf16"
+
+
+def test_k236_predicting_is_refused_with_what_to_do_instead(tmp_path):
+    with pytest.raises(ValueError, match="do_predict=True has no effect"):
+        arguments(tmp_path, do_predict=True)
+    assert arguments(tmp_path).do_train
+    assert not parse_arguments(["--target_epsilon=8", "--do_train=False"])[2].do_train
+
+
+def test_help_is_short_and_complete(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse_arguments(["--help"])
+    assert end.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 120
+    assert all("--help-all" in line or len(line) <= 130 for line in lines)
+    said = " ".join(lines)
+    for name in ("target_epsilon", "dataset_name", "model_name_or_path", "output_dir"):
+        assert f"--{name}" in said
+    assert "One of sgd, adam, muon, muon_s." in said

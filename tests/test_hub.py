@@ -28,7 +28,7 @@ from huggingface_hub import HfApi, constants
 from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
 from test_processes import in_processes
-from test_trainer import Images, as_loaded, trainer_of
+from test_trainer import Images, arguments, as_loaded, trainer_of
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
@@ -49,6 +49,7 @@ from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.model_card import hash_weights, plain
 from hf_dpmuon.models import load_model, save_model
 from hf_dpmuon.publishing_trainer import PublishingTrainer
+from hf_dpmuon.trainer import DPTrainer
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = f"{USER}/scans"
@@ -220,14 +221,12 @@ def test_timm_loads_what_was_pushed(server, tmp_path):
     import timm
 
     model = timm.create_model("test_vit", num_classes=3)
-    trainer = trainer_of(
-        tmp_path / "scans",
+    trainer = DPTrainer(
         replace(
             as_loaded(model),
             image_format=ImageFormat(160, 160, 3, (0.5,) * 3, (0.5,) * 3, "bicubic"),
         ),
-        noise_seed=None,
-        max_steps=1,
+        arguments(tmp_path / "scans", noise_seed=None, max_steps=1),
         train_dataset=LargerImages(),
     )
     trainer.train()
