@@ -55,8 +55,6 @@ ALTERNATIVES = (
     ("label_column", "label_columns"),
 )
 DP_FILTERS = ("none", "doppler", "disk")
-FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
-OPTIMIZER_NAMES = {"sgd": "SGD", "adam": "Adam", "muon": "Muon", "muon_s": "Muon-S"}
 # What a method's optimizer is made of, beside its learning rates.
 METHOD_SETTINGS = (
     "dp_optimizer",
@@ -118,6 +116,7 @@ class DataArguments:
         privacy_unit_pattern: Regular expression whose one named group is the id in that column.
         max_examples_per_unit: Most images of a drawn unit that a step uses.
         dicom_window: Center and width of the grey levels of DICOM files.
+        public_class_names: Declares that class names that look like ids name nobody.
         on_corrupt: What to do with images that cannot be read: "refuse" or "drop".
         class_weights: Public weight of each class in the loss, or "balanced".
         public_class_counts: Whether the rows of each class may be counted for "balanced".
@@ -175,6 +174,10 @@ class DataArguments:
     dicom_window: list[float] | None = field(
         default=None,
         metadata={"help": "Center and width of DICOM grey levels (each file's own if unset)."},
+    )
+    public_class_names: bool = field(
+        default=False,
+        metadata={"help": "Declare that class names that look like ids or dates name nobody."},
     )
     on_corrupt: str = field(
         default="refuse",
@@ -555,18 +558,6 @@ class DPTrainingArguments(TrainingArguments):
             correct_for_noise=self.correct_for_noise,
             **self._method(),
         )
-
-    def recipe(self) -> dict[str, Any]:
-        """Public settings, as a card names them; methods as in the paper: DP-SGD, DOPPLER-Muon."""
-        return {
-            "method": f"{FILTER_NAMES[self.dp_filter]}-{OPTIMIZER_NAMES[self.dp_optimizer]}",
-            "learning rate": self.learning_rate,
-            "learning rate of the rest": self.vector_learning_rate,
-            "schedule": SchedulerType(self.lr_scheduler_type).value,
-            "warm-up": f"{self.warmup_steps:g}",
-            "expected batch size": self.logical_batch_size,
-            "augmentations of an image in a step": self.augmentation_multiplicity,
-        }
 
     def build_filter(self, parameters: Sequence[Tensor]) -> GradientFilter:
         """Build the filter of ``dp_filter`` for these trainable parameters.

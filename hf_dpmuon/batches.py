@@ -6,7 +6,8 @@ Guarantees:
     Whatever a data set or a collator draws from the global generators of ``torch``, ``numpy`` and
     ``random`` for a row of a step comes from that row's own secret seed: neither a public seed nor
     the other rows of the draw decide it. The global generators are as before afterwards. A
-    collator sees one row at a time, so it cannot mix rows, and returns one row for it.
+    collator sees one row at a time, so it cannot mix rows, and returns one row for it, whose label
+    is one of the model's head.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
@@ -24,7 +26,7 @@ from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.randomness import seeded_globals
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 
-__all__ = ["LogicalBatches", "RowWise", "SeededRows"]
+__all__ = ["DrawDataset", "Head", "RowError", "RowWise", "SeededRows", "located", "template"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,8 @@ class SeededRows(Dataset[_SeededRow]):
     """A map-style data set, indexed by (row, secret seed).
 
     Args:
-        dataset: `ImageExamples`, or subsets and concatenations of them, which take their
-            augmentation from the seed by themselves; or any other data set, whose random
-            augmentation is seeded from outside.
+        dataset: Any map-style data set. `ImageExamples`, or subsets and concatenations of them,
+            take the seed of their augmentation, too.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -52,62 +53,167 @@ class SeededRows(Dataset[_SeededRow]):
 
     def __getitem__(self, key: tuple[int, int]) -> _SeededRow:
         index, seed = key
-        dataset, row = _located(self.dataset, index)
-        if isinstance(dataset, ImageExamples):
-            return _SeededRow(dataset[row, seed], seed)
-        with seeded_globals(seed):
-            return _SeededRow(self.dataset[index], seed)
+        dataset, row = located(self.dataset, index)
+        takes_seed = type(dataset).__getitem__ is ImageExamples.__getitem__
+        with seeded_globals(seed):  # whoever the data set is, its transform may be anybody's
+            return _SeededRow(dataset[(row, seed) if takes_seed else row], seed)
 
 
-def _located(dataset: Dataset[Any], row: int) -> tuple[Dataset[Any], int]:
+def located(dataset: Dataset[Any], row: int) -> tuple[Dataset[Any], int]:
     """The data set that torch's own subsets and concatenations take a row from, and which it is."""
     if type(dataset) is Subset:
-        return _located(dataset.dataset, int(dataset.indices[row]))
+        return located(dataset.dataset, int(dataset.indices[row]))
     if type(dataset) is ConcatDataset:
         part = bisect_right(dataset.cumulative_sizes, row)
         before = dataset.cumulative_sizes[part - 1] if part else 0
-        return _located(dataset.datasets[part], row - before)
+        return located(dataset.datasets[part], row - before)
     return dataset, row
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model's head asks of the labels of a row.
+
+    Attributes:
+        num_classes: K, the number of its outputs.
+        multi_label: Whether a row has K labels, each 0, 1 or NaN for unknown, and not one of K.
+    """
+
+    num_classes: int
+    multi_label: bool
+
+    def checked(self, labels: Tensor) -> Tensor:
+        """Return the labels of one row as the loss takes them: int64 (1,) or float32 (1, K).
+
+        Raises:
+            RowError: If they are not labels of this head.
+        """
+        if self.multi_label:
+            if labels.shape != (1, self.num_classes):
+                raise RowError(f"labels that are not {self.num_classes} numbers, one for each")
+            labels = labels.float()
+            if not bool(((labels == 0) | (labels == 1) | labels.isnan()).all()):
+                raise RowError("labels that are neither 0, 1 nor NaN (for unknown)")
+            return labels
+        if labels.numel() != 1 or labels.is_floating_point() or labels.is_complex():
+            raise RowError("no single whole number as its label")
+        labels = labels.reshape(1).long()
+        if not 0 <= int(labels) < self.num_classes:
+            raise RowError(f"a label outside 0 to {self.num_classes - 1}")
+        return labels
+
+
+class RowError(ValueError):
+    """What is wrong with a row; without its number, since which rows are drawn is private."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"a row has {reason}; each row must have pixel_values (channels, height, width) and "
+            "labels of the model's head."
+        )
+        self.reason = reason
 
 
 class RowWise:
     """A collator that sees one row at a time, so that none can mix rows (MixUp, CutMix, padding).
 
-    Only what is a tensor of rows in its batches is kept.
+    Only images and labels are kept. ``label`` is another name for ``labels``.
 
     Args:
-        collator: Makes a batch of a list of rows; here always of one row.
+        collator: Makes a batch of a list of rows; here always of one row. By default it takes rows
+            that are mappings or pairs of an image and a label.
+        head: What the labels are checked against; rows without labels pass then, too, but those of
+            a step.
 
     Raises:
         ValueError: In a call, if the collator makes several rows of one, each of which would have
-            a clipping bound of its own.
+            a clipping bound of its own; or ``RowError``.
     """
 
-    def __init__(self, collator: Callable[[list[Any]], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        collator: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
+        *,
+        head: Head | None = None,
+    ) -> None:
         self.collator = collator
+        self.head = head
 
     def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
         """Concatenate the batches of one."""
         batches = [self._alone(row) for row in rows]
         return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
-    def _alone(self, row: Any) -> Mapping[str, Tensor]:
+    def _alone(self, row: Any) -> dict[str, Tensor]:
         if isinstance(row, _SeededRow):
             with seeded_globals(row.seed ^ 1):  # not what the data set drew
-                return self._alone(row.row)
-        made = self.collator([row])
-        batch = {name: t for name, t in made.items() if isinstance(t, Tensor) and t.dim() > 0}
-        counts = {name: len(t) for name, t in batch.items() if len(t) != 1}
-        if counts:
-            raise ValueError(
-                f"data_collator makes {next(iter(counts.values()))} rows of one in "
-                f"{next(iter(counts))!r}, each of which would have a clipping bound of its own; "
-                "return one, and set augmentation_multiplicity for several views of an image."
-            )
+                batch = self._alone(row.row)
+            if "labels" not in batch:
+                raise RowError("no label")
+            return batch
+        made = _batch_of(row) if self.collator is None else self.collator([row])
+        batch = {
+            "labels" if name == "label" else name: tensor
+            for name, tensor in made.items()
+            if name in ("pixel_values", "labels", "label") and isinstance(tensor, Tensor)
+        }
+        if "pixel_values" not in batch:
+            raise RowError(f"no pixel_values ({', '.join(map(str, made)) or 'nothing'} instead)")
+        for name, tensor in batch.items():
+            if tensor.dim() == 0 or len(tensor) != 1:
+                rows = len(tensor) if tensor.dim() else 0
+                raise ValueError(
+                    f"data_collator makes {rows} rows of one in {name!r}, each of which would have "
+                    "a clipping bound of its own; return one, and set augmentation_multiplicity "
+                    "for several views of an image."
+                )
+        labels = batch.get("labels")
+        if labels is not None and self.head is not None:
+            batch["labels"] = self.head.checked(labels)
+        elif labels is not None and not labels.is_floating_point() and bool((labels < 0).any()):
+            raise RowError("labels below 0, such as -100 for a row to be ignored")
         return batch
 
 
-class LogicalBatches(Dataset[LogicalBatch]):
+def template(dataset: Dataset[Any], collator: RowWise) -> dict[str, Tensor]:
+    """The shapes of a row, filled with zeros: of the private row nothing else is used.
+
+    Raises:
+        ValueError: If the rows cannot be used, or a row is not the same each time that it is asked
+            for under the same seed.
+    """
+    seeded = SeededRows(dataset)
+    first, again = (collator([seeded[0, 0]]) for _ in range(2))
+    for name, tensor in first.items():
+        same = tensor.shape == again[name].shape and torch.equal(
+            tensor.nan_to_num(), again[name].nan_to_num()
+        )
+        if not same:
+            raise ValueError(
+                f"train_dataset gives other {name} for the same row under the same seed, so its "
+                "augmentation depends on what was drawn before; draw from the global generators of "
+                "torch, numpy or random, which are seeded for each row, and from no other."
+            )
+    return {name: torch.zeros_like(tensor[0]) for name, tensor in first.items()}
+
+
+def _batch_of(row: Any) -> dict[str, Any]:
+    if isinstance(row, Mapping):
+        values = dict(row)
+    elif isinstance(row, tuple | list) and len(row) == 2:
+        values = {"pixel_values": row[0], "labels": row[1]}
+    else:
+        raise RowError(f"the type {type(row).__name__}")
+    return {
+        name: torch.as_tensor(value)[None]
+        if isinstance(value, Tensor | np.ndarray | np.generic | int | float | list)
+        and name in ("pixel_values", "labels", "label")
+        else value
+        for name, value in values.items()
+    }
+
+
+class DrawDataset(Dataset[LogicalBatch]):
     """The stream of draws as a map-style dataset, as the base class's loop wants it.
 
     When the base class "skips" batches to resume, it skips these indices and no draws: the draws

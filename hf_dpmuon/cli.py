@@ -392,16 +392,17 @@ def _said(ahead: int) -> str:
 
 def _public_facts(folder: Path) -> dict[str, Any]:
     """What the card that lies in the folder, and the model's configuration, say of the model."""
-    from hf_dpmuon.model_card import CARD_FILE, LOADING
+    from hf_dpmuon.model_card import CARD_FILE, LIBRARIES
 
     config = _read(folder / "config.json", json.loads)
     labels = config.get("id2label") or config.get("label_names") or []
     metadata = _read(folder / CARD_FILE, _metadata)
     results = metadata.get("eval_results") or []
-    libraries = [name for name in _texts(metadata.get("library_name")) if name in LOADING]
+    libraries = [name for name in _texts(metadata.get("library_name")) if name in LIBRARIES]
+    base_models = _texts(metadata.get("base_model")) or _texts(metadata.get("trained_from"))
     datasets = _texts(metadata.get("datasets")) or _texts([r.dataset_name for r in results])
     return {
-        "base_model": next(iter(_texts(metadata.get("base_model"))), None),
+        "base_model": next(iter(base_models), None),
         "dataset": next(iter(datasets), None),
         "label_names": _texts(list(labels.values()) if isinstance(labels, dict) else labels),
         "recipe": {},
@@ -414,6 +415,7 @@ def _public_facts(folder: Path) -> dict[str, Any]:
         "license": next(iter(_texts(metadata.get("license"))), None),
         "model_name": next(iter(_texts(metadata.get("model_name"))), None),
         "multi_label": config.get("problem_type") == "multi_label_classification",
+        "num_channels": 1 if config.get("num_channels") == 1 else 3,
     }
 
 

@@ -1,12 +1,13 @@
 """The privacy report and the model card, from the ledger and public facts only.
 
 Receives the ledger, names, settings and evaluation metrics, never data, seeds or paths; returns a
-JSON-ready report and Markdown with the Hub's metadata, and draws epsilon against the step.
+JSON-ready report and Markdown with the Hub's metadata. The prose is in ``model_card_template.md``.
 
 Guarantees:
-    Every epsilon comes from the ledger. Numbers that bound a privacy cost are rounded up. No name,
-    however written, breaks the metadata or adds structure to the Markdown. A run without a
-    guarantee, or with one that protects nobody, says so before anything else.
+    Every epsilon comes from the ledger. Numbers that bound a privacy cost are rounded up. Every
+    value that the template shows passes ``plain``, so that no name, however written, adds
+    structure, a link or an unseen character. A run without a guarantee, or with one that protects
+    nobody, says so before anything else.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import math
 import os
 import platform
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from jinja2 import Environment, StrictUndefined, Template
 
 from hf_dpmuon.accounting import SampledGaussian
 from hf_dpmuon.figures import draw_epsilon
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
 from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
 
 __all__ = [
     "PrivacyReport",
@@ -58,41 +62,12 @@ PACKAGES = ("hf-dpmuon", "torch", "opacus", "transformers", "timm")
 METRIC_TYPES = {"auroc": "roc_auc"}  # where the Hub's name is another than ours
 MEMBERSHIP_FPR = 0.01
 PROTECTING_TPR = 0.9999  # from here on, the bound on membership is 1 up to rounding
-MOST_NAMED_CLASSES = 100
 CURVE_POINTS = {"rdp": 100, "prv": 20}  # a PRV bound takes a tenth of a second
 
-ALMOST_NOTHING = 1.0  # the epsilon up to which two cases look almost the same
-
 LIBRARIES = ("transformers", "timm", "hf_dpmuon")
-LOADING = {
-    "transformers": (
-        "from transformers import pipeline",
-        "",
-        'classify = pipeline("image-classification", model="<this repository or folder>")',
-        'print(classify("image.png"))',
-    ),
-    "greyscale": (
-        "from PIL import Image",
-        "from transformers import AutoImageProcessor, AutoModelForImageClassification",
-        "",
-        'name = "<this repository or folder>"',
-        "processor = AutoImageProcessor.from_pretrained(name)",
-        "model = AutoModelForImageClassification.from_pretrained(name)",
-        'image = Image.open("image.png").convert("L")  # pipeline() would make it RGB',
-        'print(model(**processor(image, return_tensors="pt")).logits.softmax(-1))',
-    ),
-    "timm": (
-        "import timm",
-        "",
-        'model = timm.create_model("hf_hub:<this repository>", pretrained=True).eval()',
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-    ),
-    "hf_dpmuon": (
-        "from hf_dpmuon import load_model",
-        "",
-        'model = load_model("<this folder>", label_names=[...]).model.eval()',
-    ),
-}
+TEMPLATE = Path(__file__).with_name("model_card_template.md")
+STATED = "-differentially private for each "
+BREAK = "<!-- -->"  # what Markdown shows as nothing, and links stop at
 
 
 @dataclass(frozen=True)
@@ -372,6 +347,8 @@ def build_model_card(
     metrics_public: bool = False,
     has_plot: bool = False,
     num_channels: int = 3,
+    earlier: PrivacyReport | None = None,
+    is_composed: bool = False,
 ) -> str:
     """Write the card of a privately fine-tuned classifier.
 
@@ -388,7 +365,9 @@ def build_model_card(
         multi_label: Whether an image may have several labels.
         metrics_public: Whether the evaluation data is public, so that metrics reveal nothing.
         has_plot: Whether ``epsilon.png`` lies beside the card.
-        num_channels: Of the model's images: 1 for greyscale.
+        num_channels: Number of channels of the model's images: 1 for greyscale.
+        earlier: The report that came with the model that training started from.
+        is_composed: Whether the draws of that report are in this ledger too.
 
     Returns:
         Markdown with the Hub's metadata block.
@@ -398,9 +377,8 @@ def build_model_card(
     """
     if library not in LIBRARIES:
         raise ValueError(f"library={library!r} must be one of {', '.join(LIBRARIES)}.")
-    way = "greyscale" if library == "transformers" and num_channels == 1 else library
-    title = _one_line(model_name or "") or "Privately fine-tuned image classifier"
-    finite = {_one_line(n): float(v) for n, v in sorted(metrics.items()) if math.isfinite(v)}
+    title = one_line(model_name or "") or "Privately fine-tuned image classifier"
+    finite = {one_line(n): float(v) for n, v in sorted(metrics.items()) if math.isfinite(v)}
     metadata = _metadata(
         report,
         base_model=base_model,
@@ -410,48 +388,32 @@ def build_model_card(
         license=license,
         model_name=title,
     )
-    names = ", ".join(plain(name) for name in label_names[:MOST_NAMED_CLASSES])
-    if len(label_names) > MOST_NAMED_CLASSES:
-        names += f" and {len(label_names) - MOST_NAMED_CLASSES} more"
-    classes = (
-        f" ({len(label_names)} {'labels' if multi_label else 'classes'}: {names})"
-        if label_names
-        else ""
+    text = _template().render(
+        _report_values(report),
+        title=title,
+        base_model=base_model,
+        dataset=dataset,
+        label_names=label_names,
+        recipe=recipe,
+        metrics=finite,
+        library=library,
+        license=license,
+        multi_label=multi_label,
+        metrics_public=metrics_public,
+        has_plot=has_plot,
+        num_channels=num_channels,
+        earlier=earlier,
+        is_composed=is_composed,
+        date=datetime.now(timezone.utc).date(),
     )
-    software = ", ".join(f"{plain(n)} {plain(str(v))}" for n, v in report.versions.items())
-    sections = [
-        f"---\n{metadata.to_yaml()}\n---",
-        f"# {plain(title)}",
-        *_warning(report),
-        f"An image classifier{', several labels per image' if multi_label else ''}: "
-        f"{_named(base_model, 'model')}, fine-tuned on {_named(dataset, 'data set')}{classes} with "
-        "differentially private training (hf-dpmuon).",
-        "## Privacy",
-        *_privacy_statement(report),
-        _table(_privacy_facts(report)),
-        *([f"![Epsilon after each step]({PLOT_FILE})"] if has_plot else []),
-        "### What was counted, and what was not",
-        _list(_scope(report)),
-        "## Evaluation",
-        *_evaluation(finite, metrics_public=metrics_public),
-        "## Limits",
-        _list(LIMITS),
-        *(["## Recipe", _table(recipe)] if recipe else []),
-        "## How to load",
-        "```python\n" + "\n".join(LOADING[way]) + "\n```",
-        "Images of more than 8 bits, and DICOM files, were brought to [0, 1] by their range or "
-        "window in training; loaders that make them RGB clip them, so convert them first.",
-        *([] if license else ["No licence was stated for this model; ask its publisher."]),
-        f"Software: {software}.",
-    ]
-    return "\n\n".join(sections) + "\n"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{_without_empty_lines(text)}\n"
 
 
 def card_states(report: PrivacyReport, text: str) -> bool:
     """Returns whether a card, edited or not, states this report's guarantee and no other.
 
-    All that follows from the report alone must stand in it as it was written: the warning, the
-    statement, the table of facts and what was counted; of the metadata, the tag of a guarantee.
+    All that follows from the report alone must stand in it as it was written: the blocks of the
+    template; of the metadata, the tag of a guarantee.
     """
     match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     if match is None:
@@ -460,29 +422,42 @@ def card_states(report: PrivacyReport, text: str) -> bool:
         is_tagged = GUARANTEE_TAG in yaml.safe_load(match[1])["tags"]
     except (yaml.YAMLError, TypeError, KeyError):
         return False
+    template = _template()
+    context = template.new_context(_report_values(report))
+    stated = "\n\n".join("".join(block(context)) for block in template.blocks.values())
     paragraphs = text.split("\n\n")
-    stated = [*_warning(report), *_privacy_statement(report)]
-    stated += [_table(_privacy_facts(report)), _list(_scope(report))]
     return (
         is_tagged == report.protects
-        and all(paragraphs.count(paragraph) == 1 for paragraph in stated)
+        and all(paragraphs.count(p) == 1 for p in _without_empty_lines(stated).split("\n\n"))
         and text.count(STATED) == 1
     )
 
 
-NO_GUARANTEE = (
-    "**This model carries no privacy guarantee.** It was trained with fixed noise, without noise, "
-    "or with too little for any epsilon; the numbers below describe what the same settings would "
-    "give with secret noise."
-)
-STATED = "-differentially private for each "
-LIMITS = (
-    "The guarantee is for training by this software as it was run; it says nothing of whether the "
-    "model is accurate, fair or fit for clinical use.",
-    "It bounds what the model tells of one unit beyond what the rest of the data tells; what is "
-    "true of people in general, the model may learn and reveal.",
-    "The noise is drawn in float32 from a statistical, not a cryptographic generator.",
-)
+def _template() -> Template:
+    environment = Environment(
+        finalize=lambda value: plain(str(value)),  # every value that is shown, by construction
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,  # Markdown, not HTML
+    )
+    environment.filters |= {"up": round_up, "fixed": round_up_fixed, "percent": percent_up}
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+
+
+def _report_values(report: PrivacyReport) -> dict[str, Any]:
+    return {
+        "report": report,
+        "level": report.level[:1].upper() + report.level[1:],
+        "group": report.group_name or "id",
+        "false_alarms": f"{report.membership_fpr * 100:g}",
+        "factor": None if report.epsilon > 20 else math.exp(report.epsilon),
+    }
+
+
+def _without_empty_lines(text: str) -> str:
+    """The text with one empty line between paragraphs, where conditions left several."""
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
 def _metadata(
@@ -495,11 +470,15 @@ def _metadata(
     license: str | None,
     model_name: str,
 ) -> ModelCardData:
-    """The Hub's metadata; names that are no Hub ids stand in the text only."""
+    """The Hub's metadata; a base model that is no Hub id stands under a name of our own."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    is_id = _is_hub_id(dataset)
+    other = None if base_model is None or _is_hub_id(base_model) else one_line(base_model)
     return ModelCardData(
         license=license,
         base_model=base_model if _is_hub_id(base_model) else None,
-        datasets=[dataset] if dataset is not None and _is_hub_id(dataset) else None,
+        datasets=[dataset] if dataset is not None and is_id else None,
         library_name=library,
         pipeline_tag=PIPELINE_TAG,
         tags=[*([GUARANTEE_TAG] if report.protects else []), *TAGS],
@@ -507,8 +486,8 @@ def _metadata(
         eval_results=[
             EvalResult(
                 task_type=PIPELINE_TAG,
-                dataset_type=dataset if dataset is not None and _is_hub_id(dataset) else "local",
-                dataset_name=_one_line(dataset or "") or "a local data set",
+                dataset_type=dataset if dataset is not None and is_id else "local",
+                dataset_name=one_line(dataset or "") or "a local data set",
                 metric_type=METRIC_TYPES.get(name, name),
                 metric_name=name,
                 metric_value=value,
@@ -516,117 +495,14 @@ def _metadata(
             for name, value in metrics.items()
         ]
         or None,
+        trained_from=other,
     )
-
-
-def _warning(report: PrivacyReport) -> list[str]:
-    """What a card says first where the numbers promise nothing."""
-    if not report.guarantee:
-        return [NO_GUARANTEE]
-    if report.protects:
-        return []
-    return [
-        "**This model protects nobody.** At an epsilon of "
-        f"{round_up(report.epsilon)} an attacker who allows {report.membership_fpr * 100:g} % "
-        f"false alarms may find {percent_up(report.sharper_membership_tpr)} of the members."
-    ]
-
-
-def _privacy_statement(report: PrivacyReport) -> list[str]:
-    unit, level = plain(report.privacy_unit), plain(report.level[:1].upper() + report.level[1:])
-    holds = "is" if report.guarantee else "would be"
-    factor = "" if report.epsilon > 20 else f" = {round_up(math.exp(report.epsilon))}"
-    almost = ""
-    if report.epsilon <= ALMOST_NOTHING:
-        almost = f"whoever sees it sees almost the same whether or not that {unit} was used; "
-    paragraphs = [
-        f"**{level} differential privacy.** This model {holds} "
-        f"({round_up(report.epsilon)}, {round_up(report.delta)}){STATED}{unit} of "
-        f"the training data: {almost}nothing that anyone concludes from the model about one "
-        f"{unit}, knowing everything else, becomes more than exp(epsilon){factor} times as "
-        "probable by its use, up to a probability delta.",
-        "As a bound on membership inference: an attacker who allows "
-        f"{report.membership_fpr * 100:g} % false alarms finds at most "
-        f"{percent_up(report.membership_tpr)} of the members by epsilon and delta alone, and at "
-        f"most {percent_up(report.sharper_membership_tpr)} by all that is known of the noise.",
-    ]
-    if report.group_epsilon is not None:
-        group, size = plain(report.group_name or "id"), report.largest_group
-        paragraphs.append(
-            f"**{level}, not {group}-level.** One {group} has up to {size} {unit}s in the training "
-            f"data; for all {size} together epsilon {holds} at most "
-            f"{round_up(report.group_epsilon)} at the same delta (group privacy)."
-        )
-    return paragraphs
-
-
-def _privacy_facts(report: PrivacyReport) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "epsilon": round_up_fixed(report.epsilon),
-        "delta": round_up(report.delta),
-        "privacy unit": f"{report.privacy_unit} ({report.level})",
-    }
-    if report.max_examples_per_unit is not None:
-        facts[f"examples of one {report.privacy_unit} in a step"] = (
-            f"at most {report.max_examples_per_unit}"
-        )
-    if report.group_epsilon is not None:
-        facts[f"epsilon of {report.largest_group} {report.privacy_unit}s together"] = (
-            round_up_fixed(report.group_epsilon)
-        )
-    return facts | {
-        "adjacency": report.adjacency,
-        "units (N)": report.num_units,
-        "accountant": f"{report.accountant} ({report.accountant_version})",
-        "noise multiplier (sigma)": report.noise_multiplier,
-        "sampling": f"Poisson, q = {report.sample_rate:g}",
-        "noise draws (steps)": report.steps,
-        "clipping": f"{report.clipping}, C = {report.per_sample_max_grad_norm:g}",
-        f"membership: true positives at {report.membership_fpr * 100:g} % false positives": (
-            f"at most {percent_up(report.membership_tpr)} by epsilon and delta, "
-            f"{percent_up(report.sharper_membership_tpr)} by all draws"
-        ),
-        "a guarantee": "yes" if report.guarantee else "NO",
-    }
-
-
-def _scope(report: PrivacyReport) -> list[str]:
-    unit = plain(report.privacy_unit)
-    earlier = (
-        f" It was started or resumed {report.runs} times; the {report.draws_before_last_run} draws "
-        "before the last time are among them."
-        if report.runs > 1
-        else ""
-    )
-    return [
-        f"Counted: all {report.steps} noise draws of this model's ledger.{earlier}",
-        "Not counted: other models trained on the same data, whose ledgers are their own; their "
-        "epsilons add up.",
-        "Not counted: hyper-parameters chosen by results on this data.",
-        "Not counted: evaluation data, the metrics computed on it, and choices made by them.",
-        "Not counted: the data of the pretrained model.",
-        f"Taken as public: the number of {unit}s, the size of the largest group, names of classes "
-        "and columns.",
-        "Not covered: training time, which depends on the size of random batches.",
-    ]
-
-
-def _evaluation(metrics: Mapping[str, float], *, metrics_public: bool) -> list[str]:
-    if not metrics:
-        return ["No metrics were computed."]
-    return [
-        _table({name: f"{value:.4f}" for name, value in metrics.items()}),
-        "These metrics were computed on public data."
-        if metrics_public
-        else "These metrics were computed on data that the guarantee does not cover.",
-    ]
-
-
-def _named(name: str | None, kind: str) -> str:
-    return f"a local {kind}" if name is None else plain(name)
 
 
 def _is_hub_id(name: str | None) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -634,25 +510,24 @@ def _is_hub_id(name: str | None) -> bool:
     return True
 
 
-def _table(rows: Mapping[str, Any]) -> str:
-    lines = [f"| {plain(str(name))} | {plain(str(value))} |" for name, value in rows.items()]
-    return "\n".join(["| | |", "|---|---|", *lines])
+def one_line(text: str) -> str:
+    """The text with spaces for white space and controls, and names for what nobody sees.
 
-
-def _list(items: Sequence[str]) -> str:
-    return "\n".join(f"- {item}" for item in items)
-
-
-def _one_line(text: str) -> str:
-    """The text with spaces where it had other white space or control characters."""
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())
+    What turns the direction of writing, has no width or is no character, becomes ``[U+202E]``.
+    """
+    shown = "".join(
+        " " if kind in ("Cc", "Zl", "Zp") else f"[U+{ord(c):04X}]" if kind in ("Cf", "Cs") else c
+        for c, kind in ((c, unicodedata.category(c)) for c in text)
+    )
+    return " ".join(shown.split())
 
 
 def plain(text: str) -> str:
-    r"""One line of text that Markdown shows as it is.
+    r"""One line of text that Markdown shows as it is, without links or mentions.
 
     >>> print(plain("a|b\n# c_d"))
     a\|b \# c_d
     """
-    escaped = re.sub(r"([\\`*\[\]<>#|~$&{}!])", r"\\\1", _one_line(text))
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
+    escaped = re.sub(r"([\\`*\[\]<>#|~$&{}!])", r"\\\1", one_line(text))
+    escaped = re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
+    return re.sub(r"@|:(?=//)|(?i:www)(?=\.)", rf"\g<0>{BREAK}", escaped)

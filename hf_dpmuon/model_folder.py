@@ -5,6 +5,7 @@ Receives a loaded model, the ledger and public facts; writes the folder that ``h
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -12,17 +13,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.files import write_json
-from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.files import write_json, write_whole
+from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
 from hf_dpmuon.models import LoadedModel, save_model, ties_written_out, validate_model
+from hf_dpmuon.rounding import round_up_fixed
 
-__all__ = ["ModelFolder", "public_name"]
+__all__ = ["ModelFolder", "public_name", "recipe_of"]
+
+logger = logging.getLogger(__name__)
+
+FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
+SETTINGS = (
+    "momentum",
+    "betas",
+    "eps",
+    "weight_decay",
+)  # of an optimizer, where they have an effect
 
 # Of the Hub, timm or this package.
 PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
@@ -36,11 +51,13 @@ class ModelFolder:
         model: As it is saved.
         processor: Beside a plain ``PreTrainedModel``.
         facts: Of the card that do not change in training; see ``build_model_card``.
+        earlier_ledger: Beside the report that came with the model, where it is still there.
     """
 
     model: LoadedModel | PreTrainedModel
     processor: Any
     facts: dict[str, Any]
+    earlier_ledger: PrivacyLedger | None = None
 
     @classmethod
     def of(
@@ -52,18 +69,28 @@ class ModelFolder:
         base_model: str | None,
         dataset_name: str | None,
         num_channels: int,
+        several_labels: bool,
     ) -> ModelFolder:
         """Make one of what the trainer is given.
 
+        A model whose configuration does not say what its labels are is one of several labels where
+        the rows have several, as in ``transformers``.
+
         Raises:
-            ValueError: If nobody knows how such a model is saved.
+            ValueError: If nobody knows how such a model is saved, or it came with a report that
+                cannot be read, or that its ledger contradicts.
         """
         if isinstance(model, LoadedModel):
             processor, library = model.processor, model.library
+            report_file = model.report_file
             label_names, multi_label = model.label_names, model.multi_label
         elif isinstance(model, PreTrainedModel):
             library = "transformers"
+            beside = Path(model.name_or_path or os.devnull) / model_card.REPORT_FILE
+            report_file = beside if beside.is_file() else None
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
+            if model.config.problem_type is None and several_labels:
+                model.config.problem_type = "multi_label_classification"
             multi_label = model.config.problem_type == "multi_label_classification"
         else:
             validate_model(model)
@@ -71,7 +98,23 @@ class ModelFolder:
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
+        earlier = None if report_file is None else model_card.read_report(report_file)
+        earlier_ledger = None
+        if earlier is not None and report_file is not None:
+            path = report_file.with_name(LEDGER_FILE)
+            earlier_ledger = PrivacyLedger.load(path) if path.is_file() else None
+            if earlier_ledger is not None:
+                model_card.verify_report(earlier, earlier_ledger)
+        if earlier is not None:
+            logger.warning(
+                "The model was trained privately before: epsilon=%s for each %s of %d. The card "
+                "will say so; where data is the same, the epsilons add up.",
+                round_up_fixed(earlier.epsilon),
+                earlier.privacy_unit,
+                earlier.num_units,
+            )
         facts = {
+            "earlier": earlier,
             "base_model": public_name(base_model),
             "dataset": public_name(dataset_name),
             "label_names": label_names,
@@ -81,7 +124,7 @@ class ModelFolder:
             "metrics_public": args.public_eval_split,
             "num_channels": num_channels,
         }
-        return cls(model, processor, facts)
+        return cls(model, processor, facts, earlier_ledger)
 
     @property
     def module(self) -> nn.Module:
@@ -131,11 +174,73 @@ class ModelFolder:
         """Write the card, and where it is asked for the plot of epsilon that it shows."""
         plot = folder / model_card.PLOT_FILE
         has_plot = with_plot and model_card.plot_epsilon(ledger, plot)
-        card = model_card.build_model_card(report, has_plot=has_plot, **self.facts, **now)
-        (folder / model_card.CARD_FILE).write_text(card, encoding="utf-8")
+        is_composed = self.earlier_ledger is not None and ledger.extends(self.earlier_ledger)
+        card = model_card.build_model_card(
+            report, has_plot=has_plot, is_composed=is_composed, **self.facts, **now
+        )
+        write_whole(folder / model_card.CARD_FILE, card.encode())
 
 
 def public_name(name: str | None) -> str | None:
     """A name that may stand in a card: of the Hub, timm or this package, but no path."""
     is_name = name is not None and PUBLIC_NAME.fullmatch(name) is not None
     return name if is_name and name is not None and not Path(name).exists() else None
+
+
+def recipe_of(
+    args: DPTrainingArguments,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    class_weights: bool,
+    steps: int,
+) -> dict[str, Any]:
+    """Return the public settings that had an effect, as a card names them.
+
+    Args:
+        args: The arguments of the run.
+        optimizer: The one that moves the weights, whoever made it; None before there is one.
+        scheduler: One that was handed in; None where the arguments name it.
+        class_weights: Whether classes are weighted.
+        steps: Number of steps that were planned.
+    """
+    rows: dict[str, Any] = {}
+    if optimizer is not None:
+        rows |= _describe_optimizer(optimizer, FILTER_NAMES[args.dp_filter])
+    if args.dp_filter == "doppler":
+        rows["filter coefficients"] = args.doppler_coefficients
+    elif args.dp_filter == "disk":
+        rows["filter gain (kappa)"] = f"{args.disk_kappa:g}"
+        if args.disk_gamma is not None:
+            rows["filter look-ahead (gamma)"] = f"{args.disk_gamma:g}"
+    if scheduler is not None:
+        rows["schedule"] = type(scheduler).__name__
+    else:
+        rows["schedule"] = SchedulerType(args.lr_scheduler_type).value
+        if args.warmup_steps and rows["schedule"] != "constant":
+            rows["warm-up"] = f"{args.warmup_steps:g}"
+    rows["expected batch size"] = args.logical_batch_size
+    rows["augmentations of an image in a step"] = args.augmentation_multiplicity
+    if args.label_smoothing_factor:
+        rows["label smoothing"] = f"{args.label_smoothing_factor:g}"
+    return {**rows, "class weights": "yes" if class_weights else "none", "steps": steps}
+
+
+def _describe_optimizer(optimizer: torch.optim.Optimizer, filter_name: str) -> dict[str, str]:
+    """Method, as in the papers, learning rates and settings, from what the optimizer holds."""
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    name = type(inner).__name__.removeprefix("DP").replace("MuonS", "Muon-S")
+    told: dict[str, dict[str, None]] = {}  # ordered sets
+    rules = {group.get("rule", "") for group in inner.param_groups}
+    for group in inner.param_groups:
+        of_rule = f" of {group['rule']}" if len(rules) > 1 else ""
+        rate = float(group.get("initial_lr", group["lr"]))
+        told.setdefault(f"learning rate{of_rule}", {})[f"{rate:g}"] = None
+        for setting in SETTINGS:
+            if group.get(setting):
+                label = f"{setting.replace('_', ' ')}{of_rule}"
+                told.setdefault(label, {})[str(group[setting])] = None
+    return {
+        "method": f"{filter_name}-{name}",
+        **{label: ", ".join(values) for label, values in told.items()},
+    }

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -44,6 +46,7 @@ __all__ = [
     "load_model",
     "save_model",
     "set_activation_checkpointing",
+    "unlike_architecture",
     "ties_written_out",
     "validate_model",
     "ParameterRole",
@@ -53,6 +56,7 @@ __all__ = [
 BUILTIN_MODELS = {
     "builtin:tiny-vit": Path(__file__).parent / "pretrained" / "tiny-vit-fashion-mnist"
 }
+REPORT_FILE = "privacy_report.json"
 NF_RESNET = "builtin:nf-resnet-50"
 # Side of their images, by default. The stem of NF-ResNet-50 is that of ImageNet.
 SIZES_FROM_SCRATCH = {**dict.fromkeys(ARCHITECTURES, 32), NF_RESNET: 224}
@@ -70,6 +74,7 @@ class LoadedModel:
         label_names: Class names by output.
         notes: What was changed on loading, for the user.
         multi_label: Whether an image may have several labels or none, each with its own logit.
+        report_file: The privacy report that came with the weights, if there was one.
     """
 
     model: nn.Module
@@ -79,6 +84,7 @@ class LoadedModel:
     label_names: tuple[str, ...]
     notes: tuple[str, ...]
     multi_label: bool = False
+    report_file: Path | None = None
 
 
 def load_model(
@@ -124,7 +130,8 @@ def load_model(
         loaded.model.config.problem_type = (
             "multi_label_classification" if multi_label else "single_label_classification"
         )
-    return replace(loaded, multi_label=multi_label)
+    report_file = _report_beside(name_or_path.removeprefix("timm/"), revision)
+    return replace(loaded, multi_label=multi_label, report_file=report_file)
 
 
 def save_model(loaded: LoadedModel, folder: str | Path) -> None:
@@ -187,6 +194,40 @@ def _save(loaded: LoadedModel, folder: str | Path) -> None:
     )
 
 
+def unlike_architecture(folder: Path, found: set[str]) -> set[str]:
+    """Return the tensors that a folder's files or its architecture have alone; nothing is loaded.
+
+    Args:
+        folder: It holds a configuration, which anybody may have written.
+        found: The names of the tensors in its files.
+    """
+    config = _stored_config(str(folder))
+    if "architecture" in config:
+        import timm
+
+        settings = {"num_classes": config["num_classes"], **config.get("model_args", {})}
+        with torch.device("meta"):
+            return found ^ set(timm.create_model(config["architecture"], **settings).state_dict())
+    if "residual_network" in config:
+        with torch.device("meta"):
+            network = ResidualNetwork(
+                config["residual_network"],
+                num_classes=len(config["label_names"]),
+                num_channels=config["image_format"]["num_channels"],
+            )
+        return found ^ set(network.state_dict())
+    # Loaded and not compared, since transformers renames tensors when it saves them.
+    _, info = AutoModelForImageClassification.from_pretrained(
+        folder,
+        device_map="meta",
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    return {*info["unexpected_keys"], *info["missing_keys"]}
+
+
 # Loading
 
 
@@ -206,6 +247,19 @@ def _load(
     if "architecture" in config or name_or_path.startswith("timm/"):  # HF writes "architectures"
         return _load_timm(name_or_path, label_names, image_size)
     return _load_transformers(name_or_path, label_names, image_size, revision)
+
+
+def _report_beside(name: str, revision: str | None) -> Path | None:
+    """Find what a private training of these very weights stated, in a folder or on the Hub."""
+    if Path(name).is_dir():
+        path = Path(name) / REPORT_FILE
+        return path if path.is_file() else None
+    if name.count("/") != 1:
+        return None  # a model of this package or of timm, trained on public data
+    try:
+        return Path(hf_hub_download(name, REPORT_FILE, revision=revision))
+    except (EntryNotFoundError, HFValidationError):
+        return None
 
 
 def _stored_config(name_or_path: str) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class PrivateRun:
         units: Which rows belong together; each is a unit if None.
         max_examples_per_unit: Most rows of a drawn unit in a step.
         repeated_unit: Ids that several rows share although each row is a unit, for the report.
+        earlier: The ledger that came with the model. This run goes on with it if it protects as
+            many units of the same name, which then are taken to be the same ones.
 
     Attributes:
         plan: What the accountant assumes.
@@ -94,6 +96,7 @@ class PrivateRun:
         units: PrivacyUnits | None,
         max_examples_per_unit: int,
         repeated_unit: RepeatedUnit | None = None,
+        earlier: PrivacyLedger | None = None,
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
@@ -125,6 +128,7 @@ class PrivateRun:
             group_name=None if repeated_unit is None else repeated_unit.name,
             max_examples_per_unit=None if units is None else max_examples_per_unit,
         )
+        self._earlier = earlier if earlier is not None and self._continues(earlier) else None
         self._keys = SecretKeys(self.folder)
         self._key = b""
         self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
@@ -177,6 +181,15 @@ class PrivateRun:
         if self.ledger is not None:
             self.ledger.record(event)
         self.remaining -= 1
+
+    def _continues(self, earlier: PrivacyLedger) -> bool:
+        """Whether an earlier ledger speaks of as many units of the same name as this run."""
+        facts = earlier.runs[-1]
+        return (facts.privacy_unit, facts.num_units, facts.adjacency) == (
+            self._facts.privacy_unit,
+            self._facts.num_units,
+            self._facts.adjacency,
+        )
 
     # ---- secret randomness ----
 
@@ -236,7 +249,17 @@ class PrivateRun:
         is_first = self.ledger is None
         if self.ledger is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.ledger = PrivacyLedger.create(self.folder / LEDGER_FILE)
+            path = self.folder / LEDGER_FILE
+            if self._earlier is None:
+                self.ledger = PrivacyLedger.create(path)
+            else:
+                self._earlier.copy_to(path)
+                self.ledger = PrivacyLedger.load(path)
+                logger.warning(
+                    "The model comes with a ledger of as many units of the same name: this run "
+                    "goes on with it, and epsilon starts at %.4f.",
+                    self.epsilon(),
+                )
         replays = self._decide_replays(now.circumstances, is_repeatable)
         self.ledger.open_run(self._facts)
         self._keys.add(self.ledger.head, now, partition=self._partition, is_first=is_first)
@@ -275,8 +298,9 @@ class PrivateRun:
     def _count_remaining(self) -> int:
         if self._args.target_epsilon is None:
             return self.plan.steps
+        spent = self._earlier if self.ledger is None else self.ledger
         return affordable_steps(
-            [] if self.ledger is None else self.ledger.accounted,
+            [] if spent is None else spent.accounted,
             noise_multiplier=self.plan.noise_multiplier,
             sample_rate=self.plan.sample_rate,
             target_epsilon=self._args.target_epsilon,

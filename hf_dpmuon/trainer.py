@@ -33,15 +33,15 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.batches import LogicalBatches, RowWise
+from hf_dpmuon.batches import DrawDataset, Head, RowWise, template
 from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
-from hf_dpmuon.data import RepeatedUnit, collate
+from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.diagnostics import signal_to_noise
 from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
-from hf_dpmuon.model_folder import ModelFolder
+from hf_dpmuon.model_folder import ModelFolder, recipe_of
 from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
 from hf_dpmuon.optim import KnownNoise, routing_table
 from hf_dpmuon.plan import PrivacyPlan
@@ -53,7 +53,7 @@ from hf_dpmuon.training.loader import build_loader
 from hf_dpmuon.training.losses import RowMeanLoss
 from hf_dpmuon.training.release import ReleaseGate
 from hf_dpmuon.training.step import BudgetSpentError, PrivateStep
-from hf_dpmuon.training.trial import Trial, blank_row, build_engine
+from hf_dpmuon.training.trial import Trial, build_engine
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = ["DPTrainer"]
@@ -128,17 +128,24 @@ class DPTrainer(PublishingTrainer):
         num_rows = len(train_dataset)  # type: ignore[arg-type]
         checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
-        self._row = blank_row(train_dataset)
+        checks.check_repeats(train_dataset, units)
+        row = template(train_dataset, RowWise(data_collator))
         self.folder = ModelFolder.of(
             model,
             processing_class,
             args=args,
             base_model=base_model,
             dataset_name=dataset_name,
-            num_channels=self._row["pixel_values"].shape[0],
+            num_channels=row["pixel_values"].shape[0],
+            several_labels=row["labels"].is_floating_point(),
         )
         validate_model(self.folder.module)
         labels, multi_label = self.folder.label_names, self.folder.facts["multi_label"]
+        # Whoever writes a loss of his own knows what labels it takes.
+        own_loss = type(self).compute_loss is not DPTrainer.compute_loss
+        head = None if own_loss else Head(len(labels), multi_label)
+        collator = RowWise(data_collator, head=head)
+        self._row = template(train_dataset, collator)
         self._loss = RowMeanLoss(
             num_classes=len(labels),
             multi_label=multi_label,
@@ -155,16 +162,18 @@ class DPTrainer(PublishingTrainer):
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
+            earlier=self.folder.earlier_ledger,
         )
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
         self._filter: GradientFilter | None = None
+        self._own_scheduler = optimizers[1]
         self._interrupt = Interrupt()
         self.interrupted = False
         super().__init__(
             model=self.folder.module,
             args=args,
-            data_collator=RowWise(data_collator or collate),
+            data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.folder.processor,
@@ -212,11 +221,11 @@ class DPTrainer(PublishingTrainer):
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
         )
-        return LogicalBatches(self._batches).as_loader()
+        return DrawDataset(self._batches).as_loader()
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of privacy units for training data, of examples otherwise."""
-        if isinstance(dataloader.dataset, LogicalBatches):
+        if isinstance(dataloader.dataset, DrawDataset):
             return self.plan.num_units
         count: int = super().num_examples(dataloader)
         return count
@@ -299,7 +308,7 @@ class DPTrainer(PublishingTrainer):
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
             row=self._row,
-            batch=lambda rows: self._prepare_inputs(self.data_collator(rows)),
+            batch=lambda rows: self._prepare_inputs(RowWise()(rows)),
             loss=self.compute_loss,
             autocast=self.compute_loss_context_manager,
             num_classes=self._loss.num_classes,
@@ -409,6 +418,7 @@ class DPTrainer(PublishingTrainer):
         checkpoint = checkpoints.find_checkpoint(self.privacy_run.folder, resume_from_checkpoint)
         self.privacy_run.prepare(checkpoint)
         self.interrupted, self._batches, self._filter = False, None, None
+        self.privacy_run.on_main_process(self._check_rows)
         validate_model(self.model)  # parameters may have been frozen or replaced since
         if checkpoint is not None:
             checkpoints.load_filter(
@@ -458,6 +468,16 @@ class DPTrainer(PublishingTrainer):
             self.model_wrapped.close()
         self.model_wrapped = self.model
 
+    def _check_rows(self) -> None:
+        assert isinstance(self.data_collator, RowWise)
+        checks.check_rows(
+            self.train_dataset,
+            self.eval_dataset,
+            self.data_collator,
+            row=self._row,
+            bar=not self.args.disable_tqdm,
+        )
+
     def _finish_without_a_step(self, checkpoint: Path | None) -> TrainOutput:
         """Leave model and state as the checkpoint has them, and say why no step was taken."""
         if checkpoint is not None:
@@ -481,9 +501,15 @@ class DPTrainer(PublishingTrainer):
 
     def card_facts(self) -> dict[str, Any]:
         """Recipe, metrics and name of the model."""
-        weighted = "none" if self._loss.weights is None else "yes"
+        recipe = recipe_of(
+            self.args,
+            optimizer=self.optimizer,
+            scheduler=self._own_scheduler,
+            class_weights=self._loss.weights is not None,
+            steps=self.plan.steps,
+        )
         return {
-            "recipe": {**self.args.recipe(), "class weights": weighted, "steps": self.plan.steps},
+            "recipe": recipe,
             "metrics": self.eval_metrics,
             "model_name": self.hub_model_id and self.hub_model_id.split("/")[-1],
         }

@@ -88,6 +88,7 @@ def finetune(
         privacy_unit_column=data_args.privacy_unit_column,
         privacy_unit_pattern=data_args.privacy_unit_pattern,
         dicom_window=None if window is None else (window[0], window[1]),
+        public_class_names=data_args.public_class_names,
         on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
     )
     loaded = load_model(

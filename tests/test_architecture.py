@@ -38,6 +38,7 @@ ROOMS = [
     "diagnostics",
     "metrics",
     "model_card",
+    "public_files",
     "hub",
     "arguments",
     "circumstances",

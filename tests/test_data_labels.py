@@ -94,9 +94,9 @@ def test_splits_of_other_label_types_share_the_names(tmp_path: Path) -> None:
     for name, lines in rows.items():
         (tmp_path / f"{name}.csv").write_text("\n".join(["file,label", *lines]))
     splits = load_image_dataset(str(tmp_path))
-    assert splits.label_names == ("10", "9", "x")
+    assert splits.label_names == ("9", "10", "x")
     assert splits.evaluation is not None
-    assert splits.evaluation["label"][:] == [1, 2]
+    assert splits.evaluation["label"][:] == [0, 2]
 
 
 def test_one_class_or_no_row_is_refused(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_names_of_files_that_make_another_split_are_explained(tmp_path: Path) ->
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must end in \.csv, \.parquet or \.tar"):
+    with pytest.raises(ValueError, match=r"must end in \.csv, \.tsv, \.parquet or \.tar"):
         load_image_dataset(str(tmp_path / "x.xlsx"))
 
 

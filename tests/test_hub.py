@@ -28,7 +28,7 @@ from huggingface_hub import HfApi, constants
 from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
 from test_processes import in_processes
-from test_trainer import Images, as_loaded, trainer_of
+from test_trainer import Images, arguments, as_loaded, trainer_of
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
@@ -44,11 +44,12 @@ from transformers import (
 )
 
 import hf_dpmuon
-from hf_dpmuon import hub
+from hf_dpmuon import hub, public_files
 from hf_dpmuon.data import ImageFormat
-from hf_dpmuon.model_card import hash_weights
+from hf_dpmuon.model_card import hash_weights, plain
 from hf_dpmuon.models import load_model, save_model
 from hf_dpmuon.publishing_trainer import PublishingTrainer
+from hf_dpmuon.trainer import DPTrainer
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = f"{USER}/scans"
@@ -220,14 +221,12 @@ def test_timm_loads_what_was_pushed(server, tmp_path):
     import timm
 
     model = timm.create_model("test_vit", num_classes=3)
-    trainer = trainer_of(
-        tmp_path / "scans",
+    trainer = DPTrainer(
         replace(
             as_loaded(model),
             image_format=ImageFormat(160, 160, 3, (0.5,) * 3, (0.5,) * 3, "bicubic"),
         ),
-        noise_seed=None,
-        max_steps=1,
+        arguments(tmp_path / "scans", noise_seed=None, max_steps=1),
         train_dataset=LargerImages(),
     )
     trainer.train()
@@ -363,12 +362,12 @@ def test_local_paths_do_not_leave(server, folder, path):
     change(folder / "config.json", id2label={"0": path, "1": "b", "2": "c"})
     card = folder / "README.md"
     text = card.read_text()
-    card.write_text(f"{text}\nClasses: {hub.plain(path)}, b, c\n")
+    card.write_text(f"{text}\nClasses: {plain(path)}, b, c\n")
     hub.push_folder(folder, "scans")
     sent = len(server.requests)
     (folder / "config.json").write_text(json.dumps(config))
     if path in PATHS:
-        for shown in (path, hub.plain(path), f"`{path}`"):
+        for shown in (path, plain(path), f"`{path}`"):
             card.write_text(f"{text}\nBase model: {shown}\n")
             with pytest.raises(ValueError, match=r"README\.md names the local path"):
                 hub.push_folder(folder, "scans")
@@ -407,7 +406,7 @@ def test_what_libraries_write_names_no_local_path(config, tmp_path):
             config._name_or_path = "google/vit-base-patch16-224"
         values = [json.loads(config.to_json_string())]
     for value in values:
-        assert list(hub._local_paths(value, hub.LABEL_KEYS)) == []
+        assert list(public_files._local_paths(value, public_files.LABEL_KEYS)) == []
 
 
 def test_weights_carry_nothing_else(server, folder):

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
+import unicodedata
 from dataclasses import asdict, replace
 
 import pytest
@@ -19,6 +21,7 @@ from hf_dpmuon.group_privacy import group_epsilon
 from hf_dpmuon.ledger import PrivacyLedger, RunFacts
 from hf_dpmuon.membership import membership_tpr
 from hf_dpmuon.model_card import (
+    BREAK,
     PrivacyReport,
     build_model_card,
     card_states,
@@ -94,7 +97,12 @@ def card_of(report, **change):
 
 
 def one_line(name):
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", name).split())
+    """The name without controls, and with the number of every character that is not seen."""
+    name = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", name)
+    unseen = {c for c in name if unicodedata.category(c) == "Cf"}
+    for c in unseen:
+        name = name.replace(c, f"[U+{ord(c):04X}]")
+    return " ".join(name.split())
 
 
 def fact(card, name):
@@ -284,7 +292,7 @@ def test_the_card_says_what_the_report_says(path):
     assert fact(card, "method") == "DP-Muon"
     assert fact(card, "accuracy") == "0.8750"
     assert "started or resumed 2 times; the 30 draws before" in card
-    assert f"finds at most {percent_up(report.membership_tpr)} of the members" in card
+    assert f"finds at most {percent_up(report.sharper_membership_tpr)} of the members" in card
     assert "![Epsilon after each step](epsilon.png)" in card
     assert "epsilon.png" not in card_of(report)
     assert "2 classes: no finding, pneumonia" in card
@@ -463,8 +471,60 @@ def test_names_however_written_add_no_structure_to_the_text(report, labels, mode
         assert line.startswith("#") == usual.startswith("#")
         assert not re.search(r"[\x00-\x1f\x7f-\x9f]", line)
     for name in labels:
-        shown = re.sub(r"\\(.)", r"\1", plain(name))
+        shown = re.sub(r"\\(.)", r"\1", plain(name).replace(BREAK, ""))
         assert shown == one_line(name)
+
+
+@few
+@given(st.text(max_size=20), st.sampled_from(["\u202e", "\u200b", "\u2066", "\ufeff", "\u00ad"]))
+def test_k215_what_nobody_sees_is_named(name, unseen):
+    shown = plain(name + unseen + "x")
+    assert not any(unicodedata.category(c) in ("Cf", "Cc") for c in shown)
+    assert f"U+{ord(unseen):04X}" in shown
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["https://evil.example/a", "HTTP://a.b", "www.evil.example", "WWW.a.b", "@someone", "a@b.org"],
+)
+def test_k215_a_name_is_no_link_and_no_mention(report, name):
+    shown = plain(name)
+    assert shown.replace(BREAK, "") == name
+    assert not re.search(r"(?i)https?://|www\.|@\w", shown)
+    card = card_of(report, label_names=[name, "b"], recipe={"x": name}, metrics={name: 0.5})
+    text = ModelCard(card).text
+    assert name not in text
+    assert text.count(shown) == 3
+
+
+def test_the_card_knows_no_framework():
+    code = (
+        "import sys, hf_dpmuon.model_card; "
+        "loaded = {'torch', 'transformers', 'opacus'} & set(sys.modules); assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_k205_the_card_names_the_report_of_the_model_that_training_started_from(report):
+    earlier = replace(report, epsilon=2.5, privacy_unit="patient", num_units=77)
+    other = card_of(report, earlier=earlier)
+    assert "a report of its own: (2.5, 1e-05) for each patient" in other
+    assert "there were 77" in other
+    assert "the two epsilons add up" in other
+    composed = card_of(report, earlier=earlier, is_composed=True)
+    assert "Its draws are among those counted above" in composed
+    assert "add up, and so" not in composed
+    for card in (other, composed):
+        assert card_states(report, card)
+        assert not card_states(earlier, card)
+    assert "a report of its own" not in card_of(report)
+
+
+def test_k238_a_base_model_that_is_no_hub_id_can_be_read_back(report):
+    assert (
+        ModelCard(card_of(report, base_model="builtin:tiny-vit")).data.to_dict()["trained_from"]
+        == "builtin:tiny-vit"
+    )
 
 
 def test_names_that_are_no_hub_ids_stand_in_the_text_only(report):

@@ -22,6 +22,7 @@ Guarantees:
 """
 
 from hf_dpmuon.data.examples import ImageExamples, collate
+from hf_dpmuon.data.identity import row_keys
 from hf_dpmuon.data.images import ImageFormat, build_transforms
 from hf_dpmuon.data.loading import ImageSplits, load_image_dataset
 from hf_dpmuon.data.units import RepeatedUnit, unit_name
@@ -37,4 +38,5 @@ __all__ = [
     "build_transforms",
     "ImageExamples",
     "collate",
+    "row_keys",
 ]

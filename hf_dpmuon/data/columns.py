@@ -6,6 +6,7 @@ Guarantees:
     A message names columns, row numbers and counts, never a value: values may be patient ids.
 """
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "find_image_column",
     "first_rows",
     "image_paths",
+    "natural_order",
     "only",
     "quoted",
     "require_column",
@@ -42,6 +44,16 @@ def image_paths(split: "datasets.Dataset", name: str) -> list[str | None]:
         for batch in batches
         for path in pyarrow.compute.struct_field(batch[name], "path").to_pylist()
     ]
+
+
+def natural_order(names: Iterable[str]) -> list[str]:
+    """Return class names in the one order of folders and tables: 0, 1, 2, 10; a2, a10."""
+
+    def key(name: str) -> tuple[list[str | int], str]:
+        parts = re.split("([0-9]+)", name)  # every second one is a number
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
+
+    return sorted(names, key=key)
 
 
 def first_rows(rows: Iterable[int]) -> str:

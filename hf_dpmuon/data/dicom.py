@@ -36,6 +36,10 @@ Window = tuple[float, float]  # center and width, in the units of the file after
 
 DICOM_SUFFIXES = (".dcm", ".dicom")
 MAGIC = slice(128, 132)
+SCALES = (
+    *("WindowCenter", "WindowWidth", "VOILUTSequence", "VOILUTFunction"),
+    *("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence"),
+)
 GREYSCALE = ("MONOCHROME1", "MONOCHROME2")
 
 
@@ -80,15 +84,39 @@ def read_dicom(source: str | BinaryIO, window: Window | None) -> Image.Image:
         warnings.simplefilter("ignore")  # they quote values of the header
         try:
             file = pydicom.dcmread(source)
+            _drop_empty(file)
             _refuse_unsupported(file)
             pixels = pydicom.pixels.pixel_array(file)
         except ImageKindError:
             raise
-        except Exception:  # whatever pydicom and its decoders raise; it may quote the header
+        except Exception as error:  # pydicom and its decoders raise anything, and quote the header
+            if isinstance(error, RuntimeError) and "plugin" in str(error):
+                raise ImageKindError(
+                    "DICOM that no installed decoder reads; install those of 'hf-dpmuon[dicom]'"
+                ) from None
             raise ImageKindError("DICOM that is damaged or cut short") from None
         if file.PhotometricInterpretation in GREYSCALE:
             return Image.fromarray(_grey_levels(pixels, file, window))
         return Image.fromarray(_colours(pixels, file))
+
+
+def _drop_empty(file: "pydicom.Dataset") -> None:
+    """Make tags without a value absent, and refuse windows and scales that mean nothing."""
+    for tag in SCALES:
+        if tag in file and file[tag].value in (None, "", []):
+            del file[tag]
+    for tag, other in (("WindowWidth", "WindowCenter"), ("WindowCenter", "WindowWidth")):
+        if tag in file and other not in file:
+            raise ImageKindError(f"DICOM with {tag} but without {other}; declare dicom_window")
+    if "WindowWidth" in file:
+        width = file.WindowWidth
+        if not float(width if isinstance(width, float | int) else width[0]) > 0:
+            raise ImageKindError("DICOM with a WindowWidth not above 0; declare dicom_window")
+    if "RescaleSlope" in file or "RescaleIntercept" in file:
+        file.RescaleSlope = file.get("RescaleSlope", 1)
+        file.RescaleIntercept = file.get("RescaleIntercept", 0)
+        if not float(file.RescaleSlope):
+            raise ImageKindError("DICOM with a RescaleSlope of 0, which makes every level equal")
 
 
 def _refuse_unsupported(file: "pydicom.Dataset") -> None:

@@ -36,7 +36,7 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
         transform: As returned by `build_transforms`.
 
     Attributes:
-        fingerprint: Of the split: equal where other examples hold the same rows.
+        rows: The two columns of the split.
 
     Raises:
         ValueError: The rows are a stream, whose number is not known.
@@ -57,14 +57,18 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
                 "split=IterableDataset is a stream; load it with streaming=False, since the number "
                 "of examples must be known before a sampling rate is computed from it."
             )
-        self._rows = split.select_columns([image_column, label_column])
-        self.fingerprint: str = split._fingerprint
+        self.rows = split.select_columns([image_column, label_column])
         self._image_column = image_column
         self._label_column = label_column
         self._transform = transform
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
+
+    def labels(self) -> list[Tensor]:
+        """The labels of all rows, each as in an example; no image is read."""
+        column = self.rows.select_columns([self._label_column])[:][self._label_column]
+        return [_label(stored) for stored in column]
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict[str, Tensor]:
         row, generator = key, None
@@ -72,18 +76,20 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
             row, seed = key
             generator = torch.Generator().manual_seed(seed)
         try:
-            example = self._rows[row]
+            example = self.rows[row]
             pixel_values = self._transform(example[self._image_column], generator)
         except IndexError:
             raise
         except Exception as error:  # its text may hold a path, and a path an id
             raise ValueError(
-                f"the image of row {row} can no longer be read ({type(error).__name__}); restore "
-                "it and resume, since replacing or skipping it would break the privacy guarantee."
+                f"an image can no longer be read ({type(error).__name__}); restore the images and "
+                "resume, since replacing or skipping one would break the privacy guarantee."
             ) from None
-        label = example[self._label_column]
-        dtype = torch.float32 if isinstance(label, list) else torch.int64
-        return {"pixel_values": pixel_values, "labels": torch.tensor(label, dtype=dtype)}
+        return {"pixel_values": pixel_values, "labels": _label(example[self._label_column])}
+
+
+def _label(stored: int | list[float]) -> Tensor:
+    return torch.tensor(stored, dtype=torch.float32 if isinstance(stored, list) else torch.int64)
 
 
 def collate(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from hf_dpmuon.data.dicom import (
@@ -109,24 +109,33 @@ def open_image(stored: Mapping[str, Any] | None, window: Window | None) -> Image
     Raises:
         Exception: It cannot be read; decoders raise whatever they like on bad bytes.
     """
-    import datasets
-
-    if stored is None:
+    if stored is None or (stored["bytes"] is None and stored["path"] is None):
         raise ImageKindError("no image at all")
     content, path = stored["bytes"], stored["path"]
+    if content is None and "://" in path:
+        raise ImageKindError(
+            "an address on a network, to be copied here first, as a server would see who is drawn"
+        )
     if content is not None and is_dicom(content):
         return read_dicom(io.BytesIO(content), window)
-    if content is None and path is not None and "://" not in path and is_dicom_file(path):
+    if content is None and path is not None and is_dicom_file(path):
         return read_dicom(path, window)
     try:
-        image: Image.Image = datasets.Image().decode_example(stored)
+        image = Image.open(path if content is None else io.BytesIO(content))
     except UnidentifiedImageError:
         if str(path).lower().endswith(DICOM_SUFFIXES):
             raise ImageKindError(
                 "DICOM without its preamble, which must be written before it is read"
             ) from None
         raise
-    return image
+    with image:
+        # A camera's MPO is one photograph, with copies for its display.
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+            raise ImageKindError(
+                f"{image.format} of several frames, each of which needs a file of its own"
+            )
+        image.load()
+        return ImageOps.exif_transpose(image)
 
 
 def open_rows(

@@ -10,17 +10,25 @@ Guarantees:
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_dpmuon.data.columns import column_values, first_rows, only, quoted, require_column
-from hf_dpmuon.data.units import looks_like_ids
+from hf_dpmuon.data.columns import (
+    column_values,
+    first_rows,
+    natural_order,
+    only,
+    quoted,
+    require_column,
+)
+from hf_dpmuon.data.units import PERSONS, looks_like_ids
 
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["Labels", "encode_labels", "label_notes"]
+__all__ = ["Labels", "encode_labels", "label_notes", "refuse_personal_names"]
 
 LABEL_COLUMNS = ("label", "labels", "cls")  # "cls" is what WebDataset calls it
 MULTI_LABEL_COLUMN = "labels"  # where several columns are put together
@@ -32,6 +40,15 @@ WORDS = {
     **dict.fromkeys(("true", "yes", "present", "positive"), 1.0),
     **dict.fromkeys(("false", "no", "absent", "negative"), 0.0),
 }
+
+# A name of this form may be a patient's number, a date or an accession number.
+OF_A_PERSON = re.compile(
+    r"(?i).*([0-9]{5,}|[0-9]{2,4}[-_.][0-9]{1,2}[-_.][0-9]{1,4}).*"
+    rf"|({'|'.join(PERSONS)})[-_ ]?[0-9]+"
+)
+MOST_CLASSES = 0.9  # of the rows
+FEW_CLASSES = 10  # that even a tiny table may have
+SEPARATORS = re.compile(r"[|;,]")
 
 Splits = dict[str, "datasets.Dataset"]
 
@@ -111,6 +128,28 @@ def encode_labels(
     return _mark_classes(splits, column, classes[0])
 
 
+def refuse_personal_names(labels: Labels, num_rows: int) -> None:
+    """Refuse class names that may name persons, since a model publishes them.
+
+    Args:
+        labels: As encoded.
+        num_rows: Rows of the split to train on.
+
+    Raises:
+        ValueError: A name has the form of an id or a date, or nearly every row has its own.
+    """
+    personal = sum(OF_A_PERSON.fullmatch(name) is not None for name in labels.names)
+    count = len(labels.names)
+    many = not labels.multi_label and count > max(FEW_CLASSES, MOST_CLASSES * num_rows)
+    if personal or many:
+        found = f"{personal} look like ids or dates" if personal else "nearly each row has its own"
+        raise ValueError(
+            f"of the {count} class names in the column {labels.column!r} {found}, and a model "
+            "publishes them; use the level that holds classes (mel/1.png, not mel/00417/1.png; or "
+            "another label_column), or declare that they name nobody with public_class_names=True."
+        )
+
+
 def label_notes(
     labels: Labels, train: "datasets.Dataset", evaluation: "datasets.Dataset | None"
 ) -> list[str]:
@@ -180,7 +219,7 @@ def _classes(feature: Any) -> tuple[str, ...] | None:
 
 
 def _number_classes(splits: Splits, column: str) -> tuple[Splits, Labels]:
-    """Number the classes in the order of a `ClassLabel`, else numeric, else alphabetic."""
+    """Number the classes in the order of a `ClassLabel`, else in their natural order."""
     import datasets
 
     names = {name: _class_names(split, column, name) for name, split in splits.items()}
@@ -188,14 +227,18 @@ def _number_classes(splits: Splits, column: str) -> tuple[Splits, Labels]:
     feature = next(iter(splits.values())).features[column]
     if isinstance(feature, datasets.ClassLabel):
         label_names = [*feature.names, *sorted(found - set(feature.names))]
-    elif all(name.isdecimal() for name in found):
-        label_names = sorted(found, key=lambda name: (int(name), name))
     else:
-        label_names = sorted(found)
+        label_names = natural_order(found)
     if len({name.strip() for name in label_names}) < len(label_names):
         raise ValueError(
             f"label_column={column!r} holds class names that differ in blanks around them only; "
             "write each class in one way."
+        )
+    sets = {tuple(sorted(map(str.strip, SEPARATORS.split(name)))) for name in label_names}
+    if len(sets) < len(label_names):
+        raise ValueError(
+            f"label_column={column!r} holds the same labels in several orders, such as A|B and "
+            "B|A; give each label a column of 0 and 1, and name these with label_columns."
         )
     ids = {name: label for label, name in enumerate(label_names)}
     numbers = {name: [ids[of_row] for of_row in of_rows] for name, of_rows in names.items()}

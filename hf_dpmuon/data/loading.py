@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from hf_dpmuon.data.columns import find_image_column, first_rows
 from hf_dpmuon.data.dicom import ImageKindError, Window
 from hf_dpmuon.data.images import decode, open_rows
-from hf_dpmuon.data.labels import encode_labels, label_notes
+from hf_dpmuon.data.labels import encode_labels, label_notes, refuse_personal_names
 from hf_dpmuon.data.sources import read_splits
 from hf_dpmuon.data.units import (
     RepeatedUnit,
@@ -93,6 +93,7 @@ def load_image_dataset(
     privacy_unit_pattern: str | None = None,
     dicom_window: Window | None = None,
     on_corrupt: Literal["refuse", "drop"] = "refuse",
+    public_class_names: bool = False,
 ) -> ImageSplits:
     """Load a data set and check every image and label of it.
 
@@ -124,6 +125,7 @@ def load_image_dataset(
         privacy_unit_pattern: Where the ids are part of a longer text, such as a path: a regular
             expression whose one named group is the id and says what a unit is called.
         dicom_window: Center and width of the grey levels of DICOM files, in place of their own.
+        public_class_names: Declares that class names which look like ids name nobody.
         on_corrupt: Whether unreadable images are refused, or dropped before rows are counted.
 
     Raises:
@@ -193,6 +195,8 @@ def load_image_dataset(
         privacy_unit_column=privacy_unit_column,
     )
     notes += labels.notes
+    if roots and not public_class_names:  # those of a data set on the Hub are public
+        refuse_personal_names(labels, len(splits[train_split]))
     splits = {
         name: _with_opened_images(split, image_column, dicom_window)
         for name, split in splits.items()

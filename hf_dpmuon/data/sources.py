@@ -15,6 +15,7 @@ import logging
 import mimetypes
 import os
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from hf_dpmuon.data.columns import column_values, image_paths
+from hf_dpmuon.data.columns import column_values, image_paths, natural_order
 from hf_dpmuon.data.dicom import DICOM_SUFFIXES, is_dicom_file
 from hf_dpmuon.data.units import PERSONS
 
@@ -38,6 +39,7 @@ Splits = dict[str, "datasets.Dataset"]
 
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+GLOB = frozenset("*?[]{}")  # what `datasets` takes for patterns in paths
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 FILES_TRIED = 100  # of a column of text: whether it names files
 # What the folder of a split is called, as `datasets` has it.
@@ -120,6 +122,11 @@ def _load(source: str, *, shown: str | None = None, **options: Any) -> Splits:
     """
     import datasets
 
+    if shown is not None and (GLOB.intersection(shown) or "::" in shown):
+        raise ValueError(
+            f"data set {shown!r} has one of *, ?, [, ], {{, }} or :: in its path, by which another "
+            "file may be read; rename it."
+        )
     try:
         builder = datasets.load_dataset_builder(source, **options)
     except Exception as error:
@@ -213,13 +220,13 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 def _read_file(path: Path, image_column: str | None) -> Tables:
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".tsv"):
         return _read_tables([("train", path)], image_column)
     builders = {".parquet": "parquet", ".tar": "webdataset"}
     if path.suffix not in builders:
         raise ValueError(
             f"data set {str(path)!r} cannot be read as images with labels; a single file must end "
-            f"in .csv, {' or '.join(builders)}."
+            f"in .csv, .tsv, {' or '.join(builders)}."
         )
     splits = _load(builders[path.suffix], shown=str(path), data_files={"train": str(path)})
     return Tables(splits, roots=(str(path.parent),))
@@ -233,11 +240,14 @@ def _read_folder(folder: Path, image_column: str | None) -> Tables:
         return _read_tables(
             [("train" if only_one else table.stem, table) for table in tables], image_column
         )
-    files = [
-        file
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and not _is_hidden(file.relative_to(folder))
-    ]
+    below = sorted(folder.rglob("*"))
+    links = sum(file.is_symlink() and file.is_dir() for file in below)
+    if links:
+        raise ValueError(
+            f"data set {str(folder)!r} has {links} links to folders, which are not followed; put "
+            "folders in their place."
+        )
+    files = [file for file in below if file.is_file() and not _is_hidden(file.relative_to(folder))]
     if not files:
         raise ValueError(
             f"data set {str(folder)!r} is a folder without files; put images into folders of their "
@@ -350,7 +360,7 @@ def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
             f"data set {str(folder)!r} has images at several depths of its folders; put each into "
             "the folder of its class, or name the classes in a metadata.csv."
         )
-    classes = sorted({file.parent.name for file in all_files})
+    classes = natural_order({file.parent.name for file in all_files})
     persons = sum(OF_A_PERSON.fullmatch(name) is not None for name in classes)
     if persons:
         raise ValueError(
@@ -414,6 +424,31 @@ def _read_tables(tables: list[tuple[str, Path]], image_column: str | None) -> Ta
     return Tables(splits, (), tuple(sorted(roots)))
 
 
+def _read_csv(table: Path) -> "datasets.Dataset":
+    """Read a table into memory; a copy of it in a cache would be readable by others."""
+    import datasets
+    import pandas as pd
+
+    separator, skipped = "\t" if table.suffix == ".tsv" else ",", 0
+    try:
+        with table.open(encoding="utf-8-sig") as file:
+            first = file.readline().strip().strip('"')
+        if re.fullmatch("sep=.", first, re.IGNORECASE):  # as Excel writes it
+            separator, skipped = first[-1], 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # values without a column
+            frame = pd.read_csv(table, sep=separator, skiprows=skipped, index_col=False)
+        # A comma at the end of each row is no column.
+        empty = [c for c in frame if str(c).startswith("Unnamed: ") and frame[c].isna().all()]
+        frame = frame.drop(columns=empty)
+        split = datasets.Dataset.from_pandas(frame, preserve_index=False)
+    except Exception as error:  # its text may quote what a row holds
+        raise ValueError(_reason(error, str(table), is_local=True, has_rows=True)) from None
+    if not len(split):
+        raise ValueError(f"data set {str(table)!r} has a split without rows; remove it or fill it.")
+    return split
+
+
 def _read_table(table: Path, image_column: str | None) -> tuple["datasets.Dataset", Path]:
     """Read a table in which one column holds the paths of images.
 
@@ -425,7 +460,7 @@ def _read_table(table: Path, image_column: str | None) -> tuple["datasets.Datase
     """
     import datasets
 
-    split = _load("csv", shown=str(table), data_files=str(table))["train"]
+    split = _read_csv(table)
     if len(split.column_names) == 1 and any(sep in split.column_names[0] for sep in ";\t|"):
         raise ValueError(
             f"data set {str(table)!r} has one column only, with semicolons, tabs or bars in its "

@@ -6,30 +6,35 @@ says what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import ConcatDataset, Subset
+from tqdm import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.optimization import GreedyLR
 
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.data import ImageExamples, RepeatedUnit
+from hf_dpmuon.batches import RowError, RowWise, SeededRows, located
+from hf_dpmuon.data import ImageExamples, RepeatedUnit, row_keys
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = [
     "check_backend",
     "check_callbacks",
     "check_datasets",
+    "check_repeats",
+    "check_rows",
     "check_not_overridden",
     "check_optimizer",
     "check_scheduler",
     "check_units",
+    "evaluation_sets",
 ]
 
 
@@ -52,12 +57,89 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset is empty; check the split's name and filters.")
-    held_out = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    if any(_share_rows(one, train_dataset) for one in held_out):
+    train_keys = set(row_keys(train_dataset))
+    if any(
+        not train_keys.isdisjoint(row_keys(one)) for one in evaluation_sets(eval_dataset).values()
+    ):
         raise ValueError(
             "eval_dataset holds rows of train_dataset, whose un-noised metrics would be published "
             "with the model; evaluate on data that is not trained on."
         )
+
+
+def check_repeats(train_dataset: Any, units: PrivacyUnits | None) -> None:
+    """Refuse a row that is there several times, unless all its places are in one unit."""
+    keys = row_keys(train_dataset)
+    if len(set(keys)) == len(keys):
+        return
+    if units is not None:
+        owners: dict[Hashable, int] = {}
+        of_row = {int(row): u for u, rows in enumerate(units.rows_of_unit) for row in rows}
+        if all(owners.setdefault(key, of_row[row]) == of_row[row] for row, key in enumerate(keys)):
+            return
+    raise ValueError(
+        f"train_dataset has {len(keys)} rows but only {len(set(keys))} of them are different, so "
+        "that an image which is there several times would be protected as if it were there once; "
+        "leave each row in once, and weight classes in the loss."
+    )
+
+
+def check_rows(
+    train_dataset: Any,
+    eval_dataset: Any,
+    collator: RowWise,
+    *,
+    row: Mapping[str, Tensor],
+    bar: bool,
+) -> None:
+    """Read every training row, and one of each evaluation set, before anything is spent.
+
+    Raises:
+        ValueError: With the number of rows that cannot be used, but not which.
+    """
+    seeded, reasons = SeededRows(train_dataset), Counter[str]()
+    labels: dict[int, list[Tensor]] = {}
+    indices = range(len(train_dataset))
+    for index in tqdm(indices, "checking train rows", disable=not bar):
+        try:
+            examples, place = located(train_dataset, index)
+            # Its images were all read when it was loaded.
+            if type(examples) is ImageExamples and collator.head is not None:
+                if id(examples) not in labels:
+                    labels[id(examples)] = examples.labels()
+                collator.head.checked(labels[id(examples)][place][None])
+                continue
+            shape = collator([seeded[index, 0]])["pixel_values"].shape[1:]
+            if shape != row["pixel_values"].shape:
+                reasons[f"the shape {tuple(shape)}, not {tuple(row['pixel_values'].shape)}"] += 1
+        except RowError as error:
+            reasons[error.reason] += 1
+        except Exception as error:  # a data set may raise what it likes
+            reasons[f"an image or label that raises {type(error).__name__} when it is read"] += 1
+    if reasons:
+        counts = "; ".join(f"{count} have {reason}" for reason, count in reasons.most_common())
+        raise ValueError(
+            f"{sum(reasons.values())} of {len(train_dataset)} rows of train_dataset cannot be "
+            f"used: {counts}. Mend or remove them, since N must be known before the first draw."
+        )
+    for name, one in evaluation_sets(eval_dataset).items():
+        if len(one) == 0:
+            continue
+        batch = collator([one[0]])
+        if batch["pixel_values"].shape[1:] != row["pixel_values"].shape:
+            raise ValueError(
+                f"{name} has rows of shape {tuple(batch['pixel_values'].shape[1:])}, and "
+                f"train_dataset of {tuple(row['pixel_values'].shape)}; prepare both alike."
+            )
+
+
+def evaluation_sets(eval_dataset: Any) -> dict[str, Any]:
+    """The evaluation sets by a name for messages; none, one or several."""
+    if eval_dataset is None:
+        return {}
+    if isinstance(eval_dataset, dict):
+        return {f"eval_dataset[{name!r}]": one for name, one in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
 
 
 def check_units(
@@ -138,27 +220,3 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         f"{', '.join(frozen) or 'none'}; not of this model or repeated: {others}. Build it "
         "after the model is final."
     )
-
-
-def _share_rows(dataset: Any, train_dataset: Any) -> bool:
-    """Whether a data set holds training rows, perhaps otherwise prepared."""
-    if isinstance(dataset, ConcatDataset):
-        return any(_share_rows(part, train_dataset) for part in dataset.datasets)
-    if isinstance(train_dataset, ConcatDataset):
-        return any(_share_rows(dataset, part) for part in train_dataset.datasets)
-    (root, rows), (train_root, train_rows) = _root(dataset), _root(train_dataset)
-    if isinstance(root, ImageExamples) and isinstance(train_root, ImageExamples):
-        same = root.fingerprint == train_root.fingerprint
-    else:
-        same = root is train_root
-    return same and (rows is None or train_rows is None or not rows.isdisjoint(train_rows))
-
-
-def _root(dataset: Any) -> tuple[Any, set[int] | None]:
-    """The data set that a subset is of, and which rows of it; None for all."""
-    rows: list[int] | None = None
-    while isinstance(dataset, Subset):
-        indices = [int(i) % len(dataset.dataset) for i in dataset.indices]  # type: ignore[arg-type]
-        rows = indices if rows is None else [indices[i] for i in rows]
-        dataset = dataset.dataset
-    return dataset, None if rows is None else set(rows)

@@ -145,11 +145,6 @@ class PrivateStep:
         for index, physical_batch in enumerate(draw):
             batch = self.prepare(physical_batch.inputs)
             labels, size = batch["labels"], len(batch["labels"])
-            if not labels.is_floating_point() and bool((labels < 0).any()):
-                raise ValueError(
-                    "train_dataset has labels below 0, such as -100 for a row to be ignored; "
-                    "remove these rows, since a mean over the other rows would couple them."
-                )
             seed = self._dropout_seed(step, index)
             devices = [labels.device.index or 0] if labels.is_cuda else []
             if physical_batch.unit_of_row is not None:

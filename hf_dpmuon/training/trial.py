@@ -30,7 +30,7 @@ from hf_dpmuon.grad_sample import (
 )
 from hf_dpmuon.units import PrivacyUnits
 
-__all__ = ["Trial", "blank_row", "build_engine"]
+__all__ = ["Trial", "build_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +142,6 @@ class Trial:
     def _rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         return [_random_row_like(self.row, label, generator) for label in labels]
-
-
-def blank_row(dataset: Any) -> dict[str, Tensor]:
-    """The shapes of a row; of the private row nothing else is used."""
-    row = dataset[0]
-    return {n: torch.zeros_like(torch.as_tensor(row[n])) for n in ("pixel_values", "labels")}
 
 
 def build_engine(

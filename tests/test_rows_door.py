@@ -1,0 +1,350 @@
+"""Whatever data set and collator come in: a row is one row, seeded alone, with its label."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_vit
+from PIL import Image
+from test_trainer import Images, arguments, largest_difference, trainer_of, weights
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from hf_dpmuon.batches import Head, RowError
+from hf_dpmuon.data import ImageExamples, load_image_dataset, row_keys
+from hf_dpmuon.trainer import DPTrainer
+
+ROWS = 12
+
+
+def table(size: int = ROWS, **columns: Any) -> datasets.Dataset:
+    pixels = np.random.default_rng(0).normal(size=(size, 3, 8, 8)).astype(np.float32)
+    rows = {"pixel_values": pixels.tolist(), "labels": [i % 3 for i in range(size)], **columns}
+    return datasets.Dataset.from_dict(rows).with_format("torch")
+
+
+def trained(folder: Path, data: Any, *, kind: type = DPTrainer, **settings: Any) -> DPTrainer:
+    collator = settings.pop("data_collator", None)
+    evaluation = settings.pop("eval_dataset", None)
+    trainer = kind(
+        settings.pop("model", None) or tiny_vit(),
+        arguments(folder, **{"logical_batch_size": 4, "max_steps": 1, **settings}),
+        train_dataset=data,
+        eval_dataset=evaluation,
+        data_collator=collator,
+    )
+    trainer.train()
+    return trainer
+
+
+# ---- 202: the seeds of a row ----
+
+
+class Erased(ImageExamples):
+    """Our examples with an augmentation of somebody's own, drawn from the global generators."""
+
+    def __getitem__(self, row: Any) -> dict[str, Tensor]:
+        example = super().__getitem__(row)
+        noise = torch.rand(()) + random.random() + float(np.random.rand())
+        return {**example, "pixel_values": example["pixel_values"] * noise}
+
+
+def examples(kind: str, *, without_last: bool) -> Dataset[Any]:
+    """Twelve images, the last of which may be one that contributes nothing (it is not finite)."""
+    splits = load_image_dataset("builtin:digits")
+    rows = splits.train.filter(lambda label: label < 3, input_columns=splits.label_column)
+    rows = rows.select(range(ROWS))
+    last = np.array(rows[ROWS - 1][splits.image_column])
+
+    def plain(image: Any, generator: Any) -> Tensor:
+        pixels = np.array(image.convert("L").resize((8, 8)), dtype=np.float32) / 16
+        gone = without_last and np.array_equal(np.array(image), last)
+        return torch.from_numpy(pixels * (np.nan if gone else 1.0)).expand(3, -1, -1)
+
+    def drawing(image: Any, generator: Any) -> Tensor:
+        return plain(image, generator) + torch.rand(3, 8, 8) + random.random() + np.random.rand()
+
+    of = {"image_column": splits.image_column, "label_column": splits.label_column}
+    if kind == "transform":
+        return ImageExamples(rows, transform=drawing, **of)
+    if kind == "subclass":
+        return Erased(rows, transform=plain, **of)
+    if kind == "subset":
+        return Subset(Erased(rows, transform=plain, **of), range(ROWS))
+    return rows.with_transform(
+        lambda batch: {
+            "pixel_values": [
+                drawing(opened(stored["bytes"]), None) for stored in batch[splits.image_column]
+            ],
+            "labels": batch[splits.label_column],
+        }
+    )
+
+
+def opened(content: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(content))
+
+
+class Sums(DPTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.sum = torch.cat([p.grad.flatten() for p in self.model.parameters()]) * ROWS
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["transform", "subclass", "subset", "with_transform"])
+def test_k202_one_row_more_moves_the_sum_by_at_most_c(tmp_path, kind):
+    """Case 202: under public seeds, one row less moved it by 8.75 C."""
+    C, sums = 0.1, []
+    for without_last in (False, True):
+        trainer = Sums(
+            tiny_vit(),
+            arguments(
+                tmp_path / str(without_last),
+                noise_multiplier=0.0,
+                per_sample_max_grad_norm=C,
+                logical_batch_size=ROWS,  # all rows are drawn
+                max_steps=1,
+            ),
+            train_dataset=examples(kind, without_last=without_last),
+        )
+        trainer.train()
+        sums.append(trainer.sum)
+    assert 0.9 * C <= float((sums[0] - sums[1]).norm()) <= C * (1 + 1e-4)
+
+
+def test_an_augmentation_with_a_generator_of_its_own_is_refused(tmp_path):
+    class Own(Images):
+        generator = np.random.default_rng(0)
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            example = super().__getitem__(row)
+            return {**example, "pixel_values": example["pixel_values"] + self.generator.normal()}
+
+    with pytest.raises(ValueError, match="other pixel_values for the same row under the same seed"):
+        trainer_of(tmp_path, train_dataset=Own())
+
+
+# ---- 210 and 211: identity of rows ----
+
+
+def overlapping(rows: datasets.Dataset) -> dict[str, tuple[Any, Any]]:
+    images, labels = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 3
+    other = table(6)
+    return {
+        "select": (rows, rows.select(range(5))),
+        "shuffle": (rows, rows.shuffle(seed=1)),
+        "format": (rows, rows.with_format("numpy")),
+        "concatenated": (rows, ConcatDataset([other, rows.select([11])])),
+        "subset": (Subset(rows, range(6)), Subset(rows, [5])),
+        "one of several": (rows, {"a": other, "b": rows.select(range(2))}),
+        "tensors": (TensorDataset(images, labels), TensorDataset(images[3:5], labels[3:5])),
+        "columns": (rows, rows.select_columns(["pixel_values", "labels"]).select([2])),
+    }
+
+
+@pytest.mark.parametrize("kind", overlapping(table()))
+def test_k210_training_rows_in_an_evaluation_set_are_refused(tmp_path, kind):
+    train, evaluation = overlapping(table())[kind]
+    with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset"):
+        trained(tmp_path, train, eval_dataset=evaluation)
+
+
+def test_k210_our_examples_of_selected_rows_are_refused(tmp_path):
+    splits = load_image_dataset("builtin:digits")
+    of = {"image_column": splits.image_column, "label_column": splits.label_column}
+    one, other = (
+        ImageExamples(rows, transform=lambda image, generator: torch.zeros(3, 8, 8), **of)
+        for rows in (splits.train, splits.train.select(range(50, 60)))
+    )
+    assert set(row_keys(other)) < set(row_keys(one))
+
+
+def test_rows_of_two_halves_are_not_the_same(tmp_path):
+    rows = table(24)
+    parts = rows.train_test_split(test_size=0.5, seed=0)
+    trained(tmp_path / "a", parts["train"], eval_dataset=parts["test"])
+    trained(tmp_path / "b", Subset(rows, range(12)), eval_dataset=Subset(rows, range(12, 24)))
+    trained(tmp_path / "c", Images(), eval_dataset=Images(seed=3))
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        lambda d: Subset(d, [0] * 12 + list(range(ROWS))),
+        lambda d: ConcatDataset([d, d]),
+        lambda d: d.select([*range(ROWS), 3]),
+        lambda d: ConcatDataset([d, Subset(d, [1])]),
+        lambda d: datasets.concatenate_datasets([d, d.select([4])]),
+    ],
+    ids=["subset", "twice", "select", "and a subset", "concatenate_datasets"],
+)
+def test_k211_a_row_that_is_there_several_times_is_refused(tmp_path, repeated):
+    with pytest.raises(ValueError, match=r"train_dataset has \d+ rows but only 12 of them are"):
+        trained(tmp_path, repeated(table()))
+
+
+# ---- 216 and 221: labels ----
+
+
+class Labelled(Images):
+    def __init__(self, label: Any, *, at: int = 5) -> None:
+        super().__init__(ROWS)
+        self.label, self.at = label, at
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        example = super().__getitem__(row)
+        if row == self.at:
+            if isinstance(self.label, Exception):
+                raise self.label
+            example["labels"] = self.label
+        return example
+
+
+@pytest.mark.parametrize(
+    ("label", "reason"),
+    [
+        (torch.tensor(255), "1 have a label outside 0 to 2"),
+        (-1, "1 have a label outside 0 to 2"),
+        (torch.tensor(1.0), "1 have no single whole number"),
+        (torch.tensor([0, 1]), "1 have no single whole number"),
+        (None, "1 have no label"),
+        (OSError("scan-of-mrs-miller.png"), "1 have an image or label that raises OSError"),
+    ],
+    ids=str,
+)
+def test_k216_bad_rows_are_counted_before_the_first_draw(tmp_path, label, reason):
+    with pytest.raises(ValueError, match=f"1 of 12 rows of train_dataset.*{reason}") as caught:
+        trained(tmp_path, Labelled(label))
+    assert "miller" not in str(caught.value)
+    assert not (tmp_path / "privacy_ledger.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        np.int32(2),
+        np.int64(2),
+        2,
+        torch.tensor([2], dtype=torch.int32),
+        torch.tensor(2).to(torch.uint8),
+    ],
+    ids=lambda label: str(type(label)),
+)
+def test_k221_one_class_number_in_any_form_is_that_class(tmp_path, label):
+    assert Head(3, False).checked(torch.as_tensor(label)[None]).tolist() == [2]
+    assert Head(3, False).checked(torch.as_tensor(label)[None]).dtype == torch.int64
+
+
+def test_k221_several_labels_make_a_model_of_several_labels_as_in_transformers(tmp_path):
+    class MultiHot(Images):
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            return {**super().__getitem__(row), "labels": torch.tensor([1.0, 0.0, float(row % 2)])}
+
+    trainer = trained(tmp_path / "a", MultiHot(ROWS), report_nonprivate_loss=True)
+    assert trainer.model.config.problem_type == "multi_label_classification"
+    batch = trainer.data_collator([MultiHot(ROWS)[1]])
+    logits = trainer.model(batch["pixel_values"]).logits
+    expected = F.binary_cross_entropy_with_logits(logits, batch["labels"])
+    assert float(trainer.compute_loss(trainer.model, batch)) == pytest.approx(float(expected))
+    single = tiny_vit()
+    single.config.problem_type = "single_label_classification"
+    with pytest.raises(ValueError, match="no single whole number"):
+        trained(tmp_path / "b", MultiHot(ROWS), model=single)
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, float("inf")])
+def test_a_label_of_several_is_zero_one_or_unknown(value):
+    head = Head(3, True)
+    assert head.checked(torch.tensor([[0.0, 1.0, float("nan")]])).shape == (1, 3)
+    with pytest.raises(RowError, match="neither 0, 1 nor NaN"):
+        head.checked(torch.tensor([[0.0, 1.0, value]]))
+
+
+# ---- 252: rows of other people's making ----
+
+
+def pair(row: int) -> tuple[Tensor, int]:
+    return Images(ROWS)[row]["pixel_values"], int(Images(ROWS)[row]["labels"])
+
+
+class Of(Dataset[Any]):
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return self.make(*pair(row))
+
+
+def recipe(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The collator of the image-classification example of transformers."""
+    pixel_values = torch.stack([row["pixel_values"] for row in rows])
+    return {"pixel_values": pixel_values, "labels": torch.tensor([row["label"] for row in rows])}
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "label": (Of(lambda image, label: {"pixel_values": image, "label": label}), None),
+    "tuples": (Of(lambda image, label: (image, label)), None),
+    "lists of arrays": (Of(lambda image, label: [image.numpy(), np.int32(label)]), None),
+    "recipe": (Of(lambda image, label: {"pixel_values": image, "label": label, "id": "x"}), recipe),
+    "collator says label": (
+        Of(lambda image, label: (image, label)),
+        lambda rows: {
+            "pixel_values": torch.stack([image for image, _ in rows]),
+            "label": torch.tensor([label for _, label in rows]),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_k252_rows_in_other_forms_train_and_evaluate_alike(tmp_path, form):
+    plain = trained(tmp_path / "plain", Images(ROWS), eval_dataset=Images(ROWS, seed=1))
+    data, collator = FORMS[form]
+    trainer = trained(tmp_path / "a", data, data_collator=collator)
+    assert largest_difference(weights(plain.model), weights(trainer.model)) == 0
+    assert trainer.evaluate(data)["eval_accuracy"] == plain.evaluate(Images(ROWS))["eval_accuracy"]
+
+
+def test_k252_unlabelled_rows_are_predicted(tmp_path):
+    trainer = trained(tmp_path, Images(ROWS))
+    bare = [{"pixel_values": Images(ROWS)[row]["pixel_values"]} for row in range(4)]
+    predictions = trainer.predict(bare).predictions
+    with torch.no_grad():
+        logits = trainer.model(torch.stack([row["pixel_values"] for row in bare])).logits
+    assert torch.allclose(torch.from_numpy(predictions), logits)
+
+
+def test_k252_an_evaluation_set_that_cannot_be_used_is_refused_before_a_draw(tmp_path):
+    with pytest.raises(ValueError, match="no pixel_values"):
+        trained(tmp_path / "a", Images(ROWS), eval_dataset=[{"image": 1, "labels": 0}])
+    with pytest.raises(ValueError, match="eval_dataset has rows of shape"):
+        trained(
+            tmp_path / "b",
+            Images(ROWS),
+            eval_dataset=[{"pixel_values": torch.zeros(3, 4, 4), "labels": 0}],
+        )
+    with pytest.raises(ValueError, match="label outside 0 to 2"):
+        trained(
+            tmp_path / "c",
+            Images(ROWS),
+            eval_dataset={"x": [{"pixel_values": torch.zeros(3, 8, 8), "labels": 7}]},
+        )
+    assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
+
+
+def test_raw_images_without_a_transform_are_refused_in_one_sentence(tmp_path):
+    raw = load_image_dataset("builtin:digits").train.select(range(ROWS))
+    with pytest.raises(ValueError, match="a row has no pixel_values"):
+        trained(tmp_path, raw)
