@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_timm_vit, tiny_vit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -255,6 +256,36 @@ def test_k206_bright_pixels_of_a_patch_embedding_keep_the_bound(engine_class: En
     assert norm(both[n].double() - alone[n].double() for n in both) == pytest.approx(
         min(0.1, norm(true.values())), rel=1e-4
     )
+
+
+class Logits(nn.Module):
+    """The logits of a model of HF."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.model(x)
+        return output if isinstance(output, Tensor) else output.logits
+
+
+@all_engines
+@pytest.mark.parametrize("factory", [tiny_vit, tiny_timm_vit])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("power", [-40, -19, 9, 14, 17.8, 19.5, 30, 38])
+def test_k206_a_transformer_keeps_the_bound_for_pixels_of_any_size(
+    engine_class: Engine, factory: Callable[..., nn.Module], clipping: str, power: float
+) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(3, 3, 8, 8), torch.randn(3, 3)
+    x[0] = (x[0].double() / x[0].abs().max() * 10.0**power).float()
+    engine = engine_class(Logits(factory()).train())
+    both = clipped_sum(engine, x, g, 0.1, clipping=clipping)
+    alone = clipped_sum(engine, x[1:], g[1:], 0.1, clipping=clipping)
+    assert all(bool(total.isfinite().all()) for total in both.values())
+    moved = norm(both[n].double() - alone[n].double() for n in both)
+    assert moved <= 0.1 * (1 + 1e-5) + 1e-6
 
 
 @all_engines

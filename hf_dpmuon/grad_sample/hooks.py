@@ -171,7 +171,8 @@ class HooksGradSampleModule(PerSampleEngine):
             one_args, one_kwargs = tree_map(first, (args, kwargs))
             outputs = super().forward(*one_args, **one_kwargs)
             leaves = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
-            torch.autograd.backward([x.float().sum() for x in leaves])
+            if leaves:
+                torch.autograd.backward([x.float().sum() for x in leaves])
         parameters: dict[str, Any] = self._trainable
         rows = {name: _rows_of(p.grad_sample) for name, p in parameters.items()}
         self.discard()
