@@ -369,7 +369,7 @@ def test_k265_an_old_name_is_refused_with_the_new_one(tmp_path, old, new):
 
 @pytest.mark.parametrize("name", ["clearml", "dagshub", "dvclive", "flyte", "neptune", "all"])
 def test_k201_integrations_that_upload_folders_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match="report_to=.*(upload|is not installed)"):
+    with pytest.raises(ValueError, match=r"report_to=.*(upload|is not installed)"):
         arguments(tmp_path, report_to=[name])
 
 

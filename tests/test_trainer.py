@@ -1094,7 +1094,7 @@ def test_an_optimizer_of_one_s_own_is_used(tmp_path):
     ("settings", "message"),
     [
         ({"logical_batch_size": N + 1}, "logical_batch_size"),
-        ({"target_delta": 1 / N}, "target_delta"),
+        ({"target_delta": 1 / N}, "delta="),
     ],
 )
 def test_a_plan_that_cannot_be_private_is_refused(tmp_path, settings, message):
