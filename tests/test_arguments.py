@@ -342,7 +342,7 @@ def test_k229_a_key_that_stands_twice_is_refused(tmp_path, text):
     ids=" ".join,
 )
 def test_k230_every_spelling_of_an_option_wins_over_the_file(tmp_path, words):
-    args = parsed(tmp_path, "max_steps: 5\ntarget_epsilon: 8", *words)[2]
+    args = parsed(tmp_path, "max_steps: 5", *words)[2]
     assert (args.num_train_epochs, args.max_steps) == (2, -1)
 
 
@@ -367,7 +367,7 @@ def test_k265_an_old_name_is_refused_with_the_new_one(tmp_path, old, new):
         arguments(tmp_path, ns_coefficients=old)
 
 
-@pytest.mark.parametrize("name", ["clearml", "dagshub", "dvclive", "flyte", "neptune", "all"])
+@pytest.mark.parametrize("name", ["clearml", "dagshub", "dvclive", "flyte", "neptune"])
 def test_k201_integrations_that_upload_folders_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=r"report_to=.*(upload|is not installed)"):
         arguments(tmp_path, report_to=[name])
@@ -406,7 +406,7 @@ def test_help_is_short_and_complete(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 120
     assert all("--help-all" in line or len(line) <= 130 for line in lines)
-    said = " ".join(lines)
+    said = " ".join(" ".join(lines).split())
     for name in ("target_epsilon", "dataset_name", "model_name_or_path", "output_dir"):
         assert f"--{name}" in said
     assert "One of sgd, adam, muon, muon_s." in said
