@@ -126,7 +126,7 @@ def classification_metrics(logits: ArrayLike, labels: ArrayLike) -> dict[str, fl
                                   the classes present
     ``expected_calibration_error`` mean distance of confidence and accuracy over 15 equal bins of
                                   the largest probability
-    ``loss``                      mean cross-entropy
+    ``cross_entropy``             mean cross-entropy; the run's own loss is ``eval_loss``
     ============================= ==================================================================
 
     Args:
@@ -151,7 +151,7 @@ def classification_metrics(logits: ArrayLike, labels: ArrayLike) -> dict[str, fl
         "expected_calibration_error": _calibration_error(
             np.exp(log_probabilities.max(axis=1)), predicted == classes
         ),
-        "loss": -float(log_probabilities[np.arange(len(classes)), classes].mean()),
+        "cross_entropy": -float(log_probabilities[np.arange(len(classes)), classes].mean()),
     }
     if len(present) > 1:
         if scores.shape[1] == 2:
@@ -174,7 +174,7 @@ def multi_label_metrics(
     ``auroc``, ``f1``              mean over the labels for which they are defined
     ``accuracy``                   share of answers that are right
     ``expected_calibration_error`` over all answers, by the probability of the answer given
-    ``loss``                       mean binary cross-entropy of all answers
+    ``cross_entropy``              mean binary cross-entropy of all answers
     ============================== =================================================================
 
     Args:
@@ -197,7 +197,7 @@ def multi_label_metrics(
     metrics = {
         "accuracy": float(right.mean()),
         "expected_calibration_error": _calibration_error(given, right),
-        "loss": float(losses[known].mean()),
+        "cross_entropy": float(losses[known].mean()),
     }
     aurocs, f1s = {}, []
     for column, name in enumerate(label_names):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +24,31 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    ProgressCallback,
-    TrainerCallback,
-)
-from transformers.trainer_utils import SchedulerType, TrainOutput
+from transformers import EvalPrediction, PreTrainedModel, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.batches import DrawDataset, Head, RowWise, template
+from hf_dpmuon.batches import DrawDataset, RowWise
 from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
-from hf_dpmuon.filters import GradientFilter
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.known_noise import KnownNoise, signal_to_noise
+from hf_dpmuon.known_noise import signal_to_noise
 from hf_dpmuon.methods import routing_table
-from hf_dpmuon.metrics import EvaluationRecord, build_metrics
-from hf_dpmuon.model_folder import ModelFolder, recipe_of
-from hf_dpmuon.models import LoadedModel, set_activation_checkpointing, validate_model
+from hf_dpmuon.model_folder import recipe_of
+from hf_dpmuon.models import LoadedModel, validate_model
 from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
-from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 from hf_dpmuon.training import checkpoints, checks
+from hf_dpmuon.training.inputs import Inputs
 from hf_dpmuon.training.loader import build_loader
-from hf_dpmuon.training.losses import RowMeanLoss
+from hf_dpmuon.training.logs import private_values
+from hf_dpmuon.training.recomputing import recomputing
 from hf_dpmuon.training.release import ReleaseGate
+from hf_dpmuon.training.schedule import build_schedule
 from hf_dpmuon.training.step import BudgetSpentError, PrivateStep
+from hf_dpmuon.training.trainable import TrainableSet
 from hf_dpmuon.training.trial import Trial, build_engine
 from hf_dpmuon.units import PrivacyUnits
 
@@ -61,12 +57,6 @@ __all__ = ["DPTrainer"]
 logger = logging.getLogger(__name__)
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What takes longer or counts more the more rows are drawn, whose number is private.
-TELLING = (
-    *("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos"),
-    "train_loss",
-)
-STEERED_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 OF_SAMPLING = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
@@ -83,7 +73,7 @@ class DPTrainer(PublishingTrainer):
         data_collator: Collates rows without mixing them; only images and labels reach the model.
         processing_class: The image processor to save beside the model.
         compute_metrics: Evaluation metrics; by default those of ``metrics.build_metrics``.
-        callbacks: Further callbacks.
+        preprocess_logits_for_metrics, callbacks: As in ``Trainer``.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
         units: Which rows belong to each privacy unit, a patient say; each row is one if None.
         max_examples_per_unit: Most rows of a drawn unit in one step, drawn anew in each.
@@ -92,6 +82,7 @@ class DPTrainer(PublishingTrainer):
         class_weights: Public weights of the classes; see ``losses.RowMeanLoss``.
         base_model: Name of the pretrained model, for the card; paths are left out.
         dataset_name: Name of the data set, for the card; paths are left out.
+        **others: Refused, each with the reason.
 
     Raises:
         ValueError: If the model, data or arguments cannot be trained privately.
@@ -108,13 +99,14 @@ class DPTrainer(PublishingTrainer):
     def __init__(
         self,
         model: LoadedModel | PreTrainedModel,
-        args: DPTrainingArguments,
+        args: DPTrainingArguments | None = None,
         *,
-        train_dataset: Dataset[Any],
+        train_dataset: Dataset[Any] | None = None,
         eval_dataset: Dataset[Any] | None = None,
         data_collator: Callable[[list[Any]], dict[str, Tensor]] | None = None,
         processing_class: Any = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         units: PrivacyUnits | None = None,
@@ -123,62 +115,46 @@ class DPTrainer(PublishingTrainer):
         class_weights: Sequence[float] | None = None,
         base_model: str | None = None,
         dataset_name: str | None = None,
+        **others: Any,
     ) -> None:
+        args = checks.check_arguments(args, others)
         checks.check_not_overridden(type(self), DPTrainer, OF_SAMPLING)
-        checks.check_datasets(train_dataset, eval_dataset)
-        num_rows = len(train_dataset)  # type: ignore[arg-type]
-        checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
-        self.units, self.max_examples_per_unit = units, max_examples_per_unit
-        checks.check_repeats(train_dataset, units)
-        row = template(train_dataset, RowWise(data_collator))
-        self.folder = ModelFolder.of(
+        made = Inputs.of(
             model,
-            processing_class,
-            args=args,
-            base_model=base_model,
-            dataset_name=dataset_name,
-            num_channels=row["pixel_values"].shape[0],
-            several_labels=row["labels"].is_floating_point(),
-        )
-        validate_model(self.folder.module)
-        labels, multi_label = self.folder.label_names, self.folder.facts["multi_label"]
-        # Whoever writes a loss of his own knows what labels it takes.
-        own_loss = type(self).compute_loss is not DPTrainer.compute_loss
-        head = None if own_loss else Head(len(labels), multi_label)
-        collator = RowWise(data_collator, head=head)
-        self._row = template(train_dataset, collator)
-        self._loss = RowMeanLoss(
-            num_classes=len(labels),
-            multi_label=multi_label,
-            class_weights=class_weights,
-            label_smoothing=args.label_smoothing_factor,
-        )
-        self.evaluations = EvaluationRecord(
-            compute_metrics or build_metrics(labels, multi_label=multi_label)
-        )
-        self.privacy_run = PrivateRun(
             args,
-            num_rows=num_rows,
-            label_names=labels,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
-            earlier=self.folder.earlier_ledger,
+            class_weights=class_weights,
+            base_model=base_model,
+            dataset_name=dataset_name,
+            # Whoever writes a loss of his own knows what labels it takes.
+            own_loss=type(self).compute_loss is not DPTrainer.compute_loss,
         )
+        self.folder, self.privacy_run = made.folder, made.run
+        self.units, self.max_examples_per_unit = units, max_examples_per_unit
+        self._row, self._loss = made.row, made.loss
+        self.evaluations = made.evaluations
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
-        self._filter: GradientFilter | None = None
+        self._trainable_set: TrainableSet | None = None
         self._own_scheduler = optimizers[1]
         self._interrupt = Interrupt()
         self.interrupted = False
         super().__init__(
             model=self.folder.module,
             args=args,
-            data_collator=collator,
+            data_collator=made.collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.folder.processor,
             compute_metrics=self.evaluations,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -208,8 +184,6 @@ class DPTrainer(PublishingTrainer):
         """
         return None if self._step is None else self._step.gate.gradients
 
-    # ---- what the base class's loop asks for ----
-
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Logical batches, each a Poisson draw that yields its physical batches when iterated."""
         self._batches = build_loader(
@@ -228,8 +202,7 @@ class DPTrainer(PublishingTrainer):
         """Number of privacy units for training data, of examples otherwise."""
         if isinstance(dataloader.dataset, DrawDataset):
             return self.plan.num_units
-        count: int = super().num_examples(dataloader)
-        return count
+        return int(super().num_examples(dataloader))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
@@ -245,46 +218,25 @@ class DPTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
-            self.optimizer = self.args.method.optimizer(self.model, self._known_noise)
+            self.optimizer = self.args.method.optimizer(self.model, self._trained.noise)
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 
     @property
-    def _known_noise(self) -> KnownNoise:
-        """What the accountant's plan fixes of the noise in the gradients of the optimizer."""
-        std = self.plan.noise_std(self.args.per_sample_max_grad_norm)
-        return KnownNoise(std, self._gradient_filter.response)
-
-    @property
-    def _gradient_filter(self) -> GradientFilter:
-        """The filter over the trainable parameters, which are fixed when it is first asked for."""
-        if self._filter is None:
-            self._filter = self.args.method.filter(list(self._trainable.values()))
-        return self._filter
-
-    @property
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+    def _trained(self) -> TrainableSet:
+        """The trainable set, which is fixed when it is first asked for after ``train`` began."""
+        if self._trainable_set is None:
+            self._trainable_set = TrainableSet.of(self.model, self.args, self.plan)
+        return self._trainable_set
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """The schedule of the arguments; a warm-up starts at its second point, not at zero.
-
-        At a learning rate of zero a step would spend privacy and move nothing.
-        """
-        steered = self.args.lr_scheduler_type in STEERED_SCHEDULES  # which know no warm-up
-        if (
-            self.lr_scheduler is not None
-            or steered
-            or self.args.get_warmup_steps(num_training_steps) == 0
-        ):
-            return super().create_scheduler(num_training_steps, optimizer)
-        scheduler = super().create_scheduler(num_training_steps + 1, optimizer)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            scheduler.step()
-        return scheduler
+        """The schedule of the arguments, without a step at a learning rate of zero."""
+        if self.lr_scheduler is not None:
+            return self.lr_scheduler
+        create = partial(super().create_scheduler, optimizer=optimizer)
+        return build_schedule(create, self.args, num_training_steps)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Keep Accelerate's dynamic loss scaling out: it skips steps depending on raw gradients."""
@@ -302,22 +254,19 @@ class DPTrainer(PublishingTrainer):
             broadcast(tensor)
         return build_engine(
             prepared.train(),
-            self._noise_trial(),
+            Trial.of(
+                self.args,
+                units=self.units,
+                max_examples_per_unit=self.max_examples_per_unit,
+                row=self._row,
+                batch=lambda rows: self._prepare_inputs(RowWise()(rows)),
+                loss=self.compute_loss,
+                autocast=self.compute_loss_context_manager,
+                num_classes=self._loss.num_classes,
+            ),
             mode=self.args.grad_sample_mode,
-            passes=self._gradient_filter.evaluations,
+            passes=self._trained.filter.evaluations,
             device=self.args.device,
-        )
-
-    def _noise_trial(self) -> Trial:
-        return Trial.of(
-            self.args,
-            units=self.units,
-            max_examples_per_unit=self.max_examples_per_unit,
-            row=self._row,
-            batch=lambda rows: self._prepare_inputs(RowWise()(rows)),
-            loss=self.compute_loss,
-            autocast=self.compute_loss_context_manager,
-            num_classes=self._loss.num_classes,
         )
 
     def _prepare_for_training(
@@ -326,7 +275,7 @@ class DPTrainer(PublishingTrainer):
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        assert self.optimizer is not None
+        assert isinstance(self.optimizer, AcceleratedOptimizer)
         checks.check_optimizer(self.optimizer, self.model)
         # Only now: whatever refuses to train has refused, and nothing was written.
         engine = prepared[0]
@@ -337,18 +286,14 @@ class DPTrainer(PublishingTrainer):
             self.args,
             engine=engine,
             run=self.privacy_run,
-            filter=self._gradient_filter,
-            gate=ReleaseGate(self._trainable),
+            filter=self._trained.filter,
+            gate=ReleaseGate(self._trained.parameters),
             loss=self.compute_loss,
             prepare=self._prepare_inputs,
             autocast=self.compute_loss_context_manager,
         )
-        prepared_optimizer = self.optimizer
-        assert isinstance(prepared_optimizer, AcceleratedOptimizer)
-        self._step.gate.guard(prepared_optimizer.optimizer)
+        self._step.gate.guard(self.optimizer.optimizer)
         return prepared
-
-    # ---- the private step ----
 
     def training_step(  # type: ignore[override]  # a logical batch, not a dict
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
@@ -391,8 +336,6 @@ class DPTrainer(PublishingTrainer):
             stack.enter_context(torch.autocast(self.args.device.type, dtype=dtype))
         return stack
 
-    # ---- start, resume, stop ----
-
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -402,8 +345,7 @@ class DPTrainer(PublishingTrainer):
         """Train privately until the steps or the budget are used up.
 
         Args:
-            resume_from_checkpoint: Folder of a checkpoint, or True for the last one in
-                ``output_dir``; sampling, noise, optimizer and ledger continue where they stood.
+            resume_from_checkpoint: Folder of a checkpoint, or True for the last in ``output_dir``.
             trial: Must be None.
             ignore_keys_for_eval: As in ``Trainer``.
 
@@ -411,8 +353,8 @@ class DPTrainer(PublishingTrainer):
             Steps and metrics; the training loss is NaN unless ``report_nonprivate_loss``.
 
         Raises:
-            ValueError: If the output folder already holds a ledger and nothing is resumed, or the
-                checkpoint does not fit this run.
+            ValueError: If a row cannot be used, the output folder already holds a ledger and
+                nothing is resumed, or the checkpoint does not fit this run.
         """
         if trial is not None:
             raise ValueError("trial must be None: the cost of a search would not be counted.")
@@ -423,18 +365,24 @@ class DPTrainer(PublishingTrainer):
         self.accelerator.wait_for_everyone()
         checkpoint = checkpoints.find_checkpoint(self.privacy_run.folder, resume_from_checkpoint)
         self.privacy_run.prepare(checkpoint)
-        self.interrupted, self._batches, self._filter = False, None, None
-        self.privacy_run.on_main_process(self._check_rows)
+        self.interrupted, self._batches, self._trainable_set = False, None, None
+        checks.check_rows(
+            self.train_dataset,
+            self.eval_dataset,
+            self.data_collator,
+            row=self._row,
+            bar=not self.args.disable_tqdm,
+        )
         validate_model(self.model)  # parameters may have been frozen or replaced since
         if checkpoint is not None:
             checkpoints.load_filter(
-                self._gradient_filter, checkpoint, name=self.args.dp_filter, device=self.args.device
+                self._trained.filter, checkpoint, name=self.args.dp_filter, device=self.args.device
             )
         self._taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
         if self._taken >= self.plan.steps or not self.privacy_run.may_start():
             return self._finish_without_a_step(checkpoint)
         try:
-            with self._interrupt, self._checkpointing():
+            with self._interrupt, recomputing(self.model, self.args):
                 output: TrainOutput = super().train(
                     resume_from_checkpoint=None if checkpoint is None else str(checkpoint),
                     ignore_keys_for_eval=ignore_keys_for_eval,
@@ -445,23 +393,8 @@ class DPTrainer(PublishingTrainer):
         finally:
             self._take_down()
         loss = output.training_loss if self.args.report_nonprivate_loss else math.nan
-        metrics = {name: v for name, v in output.metrics.items() if name not in TELLING}
-        return TrainOutput(output.global_step, loss, metrics)
-
-    @contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        """Ask a model that is not Hugging Face's for what the base class would ask it otherwise."""
-        asked = self.args.activation_checkpointing
-        if not asked or isinstance(self.model, PreTrainedModel):
-            yield
-            return
-        set_activation_checkpointing(self.model, True)
-        self.args.activation_checkpointing = False
-        try:
-            yield
-        finally:
-            self.args.activation_checkpointing = asked
-            set_activation_checkpointing(self.model, False)
+        metrics = private_values(output.metrics, keep_loss=False)
+        return TrainOutput(output.global_step, loss, {**metrics, "epsilon": self.epsilon()})
 
     def _take_down(self) -> None:
         """Leave model, optimizer and workers as if no private step had been prepared."""
@@ -474,67 +407,44 @@ class DPTrainer(PublishingTrainer):
             self.model_wrapped.close()
         self.model_wrapped = self.model
 
-    def _check_rows(self) -> None:
-        assert isinstance(self.data_collator, RowWise)
-        checks.check_rows(
-            self.train_dataset,
-            self.eval_dataset,
-            self.data_collator,
-            row=self._row,
-            bar=not self.args.disable_tqdm,
-        )
-
     def _finish_without_a_step(self, checkpoint: Path | None) -> TrainOutput:
         """Leave model and state as the checkpoint has them, and say why no step was taken."""
         if checkpoint is not None:
             checkpoints.load_weights(self.model, checkpoint)
             self.state = checkpoints.state_of(checkpoint)
-        logger.warning(
-            "No step was taken: %d of %d steps are done, and epsilon is %.4f (target %s).",
-            self.state.global_step,
-            self.plan.steps,
-            self.epsilon(),
-            self.args.target_epsilon,
-        )
-        return TrainOutput(self.state.global_step, math.nan, {"epsilon": self.epsilon()})
+        step, steps, target = self.state.global_step, self.plan.steps, self.args.target_epsilon
+        said = "No step was taken: %d of %d steps are done, and epsilon is %.4f (target %s)."
+        logger.warning(said, step, steps, self.epsilon(), target)
+        return TrainOutput(step, math.nan, {"epsilon": self.epsilon()})
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
-        checkpoints.save_filter(self._gradient_filter, checkpoint)
+        checkpoints.save_filter(self._trained.filter, checkpoint)
         self.privacy_run.save(checkpoint, step=self.state.global_step)
-
-    # ---- what is logged, evaluated and said ----
 
     def card_facts(self) -> dict[str, Any]:
         """Recipe, metrics and name of the model."""
-        recipe = recipe_of(
-            self.args,
-            optimizer=self.optimizer,
-            scheduler=self._own_scheduler,
-            class_weights=self._loss.weights is not None,
-            steps=self.plan.steps,
-        )
         return {
-            "recipe": recipe,
+            "recipe": recipe_of(
+                self.args,
+                optimizer=self.optimizer,
+                scheduler=self._own_scheduler,
+                class_weights=self._loss.weights is not None,
+                steps=self.plan.steps,
+            ),
             "metrics": self.eval_metrics,
             "model_name": self.hub_model_id and self.hub_model_id.split("/")[-1],
         }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log private values only, with the epsilon spent so far."""
-        is_last = "train_runtime" in logs
-        for key in ("loss", "train_loss"):
-            loss = logs.pop(key, None)
-            if loss is not None and self.args.report_nonprivate_loss:
-                logs[f"nonprivate_{key}"] = loss
-        for key in TELLING:
-            logs.pop(key, None)
-        if "grad_norm" in logs and self._step is not None:
-            logs["signal_to_noise"] = signal_to_noise(
-                gradient_norm=float(logs["grad_norm"]),
-                noise_std=math.sqrt(self._known_noise.variance(max(1, self.state.global_step))),
+        private = private_values(logs, keep_loss=self.args.report_nonprivate_loss)
+        if "grad_norm" in private and self._step is not None:
+            private["signal_to_noise"] = signal_to_noise(
+                gradient_norm=float(private["grad_norm"]),
+                noise_std=math.sqrt(self._trained.noise.variance(max(1, self.state.global_step))),
                 num_entries=self._step.mechanism.num_entries,
             )
         # the last log of a run says all that the number rests on
-        logs.update(self.privacy_run.spent(in_full=is_last))
-        super().log(logs, start_time)
+        private.update(self.privacy_run.spent(in_full="train_runtime" in logs))
+        super().log(private, start_time)

@@ -76,7 +76,7 @@ REFUSED = [
     ({"label_smoothing_factor": 2.0}, "label_smoothing_factor=2.0"),
     ({"label_smoothing_factor": -0.1}, "label_smoothing_factor=-0.1"),
     ({"hub_license": "my own licence"}, "hub_license='my own licence'"),
-    ({"report_to": "wandb"}, "report_to='wandb' is not installed"),
+    ({"report_to": "clearml"}, "report_to='clearml' may upload"),
     ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "public_eval_split"),
 ]
 
@@ -236,6 +236,12 @@ def test_epochs_on_the_command_line_are_not_overruled_by_steps_in_the_file(tmp_p
     config.write_text(f"target_epsilon: 8\nmax_steps: 60\nuse_cpu: true\noutput_dir: {tmp_path}\n")
     *_, args = parse_arguments([f"--config={config}", "--num_train_epochs=5"])
     assert (args.max_steps, args.num_train_epochs) == (-1, 5)
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_dpmuon.arguments.get_available_reporting_integrations", list)
+    with pytest.raises(ValueError, match="report_to='wandb' is not installed"):
+        arguments(tmp_path, report_to="wandb")
 
 
 def test_raw_losses_are_not_sent_anywhere(tmp_path, monkeypatch):

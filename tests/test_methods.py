@@ -238,7 +238,7 @@ def test_the_optimizer_knows_the_noise_that_the_mechanism_draws(tmp_path, monkey
     trainer.train()
     noise = trainer.optimizer.optimizer.noise
     assert noise.std == pytest.approx(stds[0])
-    assert noise.filter == trainer._filter.response
+    assert noise.filter == trainer._trained.filter.response
     assert noise.variance(10**4) == pytest.approx(noise.std**2 * 0.1 / 1.9, rel=1e-6)
 
 

@@ -76,10 +76,20 @@ def staged(folder: Path, name: str, *, is_main: bool) -> Iterator[Path]:
         yield folder / STAGING / name
     except (OSError, RuntimeError, SafetensorError) as error:  # each library has its own
         shutil.rmtree(folder / STAGING, ignore_errors=True)
-        raise ValueError(
-            f"{name} could not be written ({str(error).splitlines()[0]}); free space, then "
-            "pass --resume_from_checkpoint last to go on from the checkpoint before it."
-        ) from error
+        reason = (
+            isinstance(error, OSError) and error.strerror
+        ) or "the disk took only a part of it"
+        if get_last_checkpoint(str(folder)) is None:
+            advice = (
+                "start again with an output_dir that has room: this run has no checkpoint to go on "
+                "from, and its ledger keeps what was spent"
+            )
+        else:
+            advice = (
+                "free space, then pass --resume_from_checkpoint last to go on from the checkpoint "
+                "before it"
+            )
+        raise ValueError(f"{name} could not be written ({reason}); {advice}.") from error
 
 
 def publish(checkpoint: Path, state: TrainerState) -> None:
@@ -108,7 +118,14 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
         state = type(model).from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     else:
         state = load_file(checkpoint / SAFE_WEIGHTS_NAME)
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1].strip().rstrip(".")
+        raise ValueError(
+            f"checkpoint {checkpoint} holds another model than this run's ({reason}); resume with "
+            "the model, image_size and number of classes that it was made with."
+        ) from error
 
 
 def save_filter(filter: GradientFilter, checkpoint: Path) -> None:

@@ -25,6 +25,7 @@ from hf_dpmuon.data import ImageExamples, RepeatedUnit, row_keys
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = [
+    "check_arguments",
     "check_backend",
     "check_callbacks",
     "check_datasets",
@@ -36,6 +37,31 @@ __all__ = [
     "check_units",
     "evaluation_sets",
 ]
+
+
+# What the base class takes, and why it is not taken here.
+NOT_TAKEN = {
+    "model_init": "would build a model anew for each trial of a search, whose cost no ledger "
+    "counts; pass the model itself",
+    "compute_loss_func": "gets a whole batch and could couple its rows; override compute_loss, "
+    "which is checked before training",
+    "optimizer_cls_and_kwargs": "is built before the trainable parameters are fixed; pass "
+    "optimizers=(optimizer, scheduler) or set dp_optimizer",
+    "tokenizer": "has no part in images; pass processing_class",
+}
+
+
+def check_arguments(args: object, others: Mapping[str, object]) -> DPTrainingArguments:
+    """Refuse arguments that do not say what privacy costs, and what is not taken here."""
+    if not isinstance(args, DPTrainingArguments):
+        raise ValueError(
+            f"args of type {type(args).__name__} must be DPTrainingArguments, which say what "
+            "privacy may cost; make them with target_epsilon or noise_multiplier."
+        )
+    for name in others:
+        reason = NOT_TAKEN.get(name, "is not known; see the arguments of DPTrainer")
+        raise ValueError(f"{name} {reason}.")
+    return args
 
 
 def check_not_overridden(kind: type, own: type, hooks: Iterable[str]) -> None:
@@ -50,6 +76,11 @@ def check_not_overridden(kind: type, own: type, hooks: Iterable[str]) -> None:
 
 def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
     """Refuse streams, nothing to train on, and training rows in the evaluation split."""
+    if train_dataset is None:
+        raise ValueError(
+            "train_dataset is missing: the guarantee is about its rows; to evaluate only, use "
+            "transformers.Trainer with the saved model."
+        )
     if not hasattr(train_dataset, "__len__") or not hasattr(train_dataset, "__getitem__"):
         raise ValueError(
             "train_dataset must be map-style with a length: the number of privacy units must be "
@@ -87,7 +118,7 @@ def check_repeats(train_dataset: Any, units: PrivacyUnits | None) -> None:
 def check_rows(
     train_dataset: Any,
     eval_dataset: Any,
-    collator: RowWise,
+    collator: object,
     *,
     row: Mapping[str, Tensor],
     bar: bool,
@@ -97,6 +128,7 @@ def check_rows(
     Raises:
         ValueError: With the number of rows that cannot be used, but not which.
     """
+    assert isinstance(collator, RowWise)
     seeded, reasons = SeededRows(train_dataset), Counter[str]()
     labels: dict[int, list[Tensor]] = {}
     indices = range(len(train_dataset))

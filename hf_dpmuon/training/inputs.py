@@ -1,0 +1,113 @@
+"""What a trainer makes of what it is given, all of it checked.
+
+Receives model, arguments and data; returns the folder that the model is saved in, the collator, the
+loss, the shapes of a row and the private run. Of the private rows only shapes are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import EvalPrediction, PreTrainedModel
+
+from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.batches import Head, RowWise, template
+from hf_dpmuon.data import RepeatedUnit
+from hf_dpmuon.metrics import EvaluationRecord, build_metrics
+from hf_dpmuon.model_folder import ModelFolder
+from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.run import PrivateRun
+from hf_dpmuon.training import checks
+from hf_dpmuon.training.losses import RowMeanLoss
+from hf_dpmuon.units import PrivacyUnits
+
+__all__ = ["Inputs"]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The parts of a run that its inputs decide.
+
+    Attributes:
+        folder: Writes the model with report and card.
+        collator: Sees one row at a time, and knows the head.
+        row: The shapes of a row, filled with zeros.
+        loss: The mean over rows.
+        evaluations: The metrics, and those of the last evaluation.
+        run: Plan, ledger and keys.
+    """
+
+    folder: ModelFolder
+    collator: RowWise
+    row: dict[str, Tensor]
+    loss: RowMeanLoss
+    evaluations: EvaluationRecord
+    run: PrivateRun
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel | PreTrainedModel,
+        args: DPTrainingArguments,
+        *,
+        train_dataset: Any,
+        eval_dataset: Any,
+        data_collator: Callable[[list[Any]], Mapping[str, Tensor]] | None,
+        processing_class: Any,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+        units: PrivacyUnits | None,
+        max_examples_per_unit: int,
+        repeated_unit: RepeatedUnit | None,
+        class_weights: Sequence[float] | None,
+        base_model: str | None,
+        dataset_name: str | None,
+        own_loss: bool,
+    ) -> Inputs:
+        """Make the parts; see ``DPTrainer`` for what they are made of.
+
+        ``own_loss`` says that a subclass computes the loss, whose labels are then its own.
+
+        Raises:
+            ValueError: If the model or the data cannot be trained on privately.
+        """
+        checks.check_datasets(train_dataset, eval_dataset)
+        num_rows = len(train_dataset)
+        checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
+        checks.check_repeats(train_dataset, units)
+        row = template(train_dataset, RowWise(data_collator))
+        folder = ModelFolder.of(
+            model,
+            processing_class,
+            args=args,
+            base_model=base_model,
+            dataset_name=dataset_name,
+            num_channels=row["pixel_values"].shape[0],
+            several_labels=row["labels"].is_floating_point(),
+        )
+        validate_model(folder.module)
+        num_classes, multi_label = len(folder.label_names), folder.facts["multi_label"]
+        head = None if own_loss else Head(num_classes, multi_label)
+        collator = RowWise(data_collator, head=head)
+        loss = RowMeanLoss(
+            num_classes=num_classes,
+            multi_label=multi_label,
+            class_weights=class_weights,
+            label_smoothing=args.label_smoothing_factor,
+        )
+        run = PrivateRun(
+            args,
+            num_rows=num_rows,
+            label_names=folder.label_names,
+            units=units,
+            max_examples_per_unit=max_examples_per_unit,
+            repeated_unit=repeated_unit,
+            earlier=folder.earlier_ledger,
+        )
+        evaluations = EvaluationRecord(
+            compute_metrics or build_metrics(folder.label_names, multi_label=multi_label)
+        )
+        row = template(train_dataset, collator)
+        return cls(folder, collator, row, loss, evaluations, run)
