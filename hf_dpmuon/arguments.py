@@ -227,6 +227,10 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 self.dataloader_drop_last,
                 "does not fit Poisson sampling; leave it off",
             ),
+            "remove_unused_columns": (
+                bool(self.remove_unused_columns),
+                "has no effect: only images and labels reach the model; leave it off",
+            ),
             "label_names": (
                 self.label_names is not None,
                 "has no effect: the label of a row is 'labels'; leave it unset",

@@ -91,13 +91,13 @@ class Head:
         """
         if self.multi_label:
             if labels.shape != (1, self.num_classes):
-                raise RowError(f"labels that are not {self.num_classes} numbers, one for each")
+                raise RowError(f"labels that are not {self.num_classes} numbers")
             labels = labels.float()
             if not bool(((labels == 0) | (labels == 1) | labels.isnan()).all()):
                 raise RowError("labels that are neither 0, 1 nor NaN (for unknown)")
             return labels
         if labels.numel() != 1 or labels.is_floating_point() or labels.is_complex():
-            raise RowError("no single whole number as its label")
+            raise RowError("a label that is not a single whole number")
         labels = labels.reshape(1).long()
         if not 0 <= int(labels) < self.num_classes:
             raise RowError(f"a label outside 0 to {self.num_classes - 1}")
@@ -158,6 +158,9 @@ class RowWise:
             for name, tensor in made.items()
             if name in ("pixel_values", "labels", "label") and isinstance(tensor, Tensor)
         }
+        for name in ("labels", "label"):
+            if name in made and made[name] is not None and "labels" not in batch:
+                raise RowError(f"a label of type {type(made[name]).__name__}")
         if "pixel_values" not in batch:
             raise RowError(f"no pixel_values ({', '.join(map(str, made)) or 'nothing'} instead)")
         for name, tensor in batch.items():
@@ -168,12 +171,21 @@ class RowWise:
                     "a clipping bound of its own; return one, and set augmentation_multiplicity "
                     "for several views of an image."
                 )
-        labels = batch.get("labels")
-        if labels is not None and self.head is not None:
-            batch["labels"] = self.head.checked(labels)
-        elif labels is not None and not labels.is_floating_point() and bool((labels < 0).any()):
-            raise RowError("labels below 0, such as -100 for a row to be ignored")
+        if "labels" in batch:
+            batch["labels"] = self.checked_labels(batch["labels"])
         return batch
+
+    def checked_labels(self, labels: Tensor) -> Tensor:
+        """Return the labels of one row as the loss takes them.
+
+        Raises:
+            RowError: If the head, or without one any loss, cannot take them.
+        """
+        if self.head is not None:
+            return self.head.checked(labels)
+        if not labels.is_floating_point() and bool((labels < 0).any()):
+            raise RowError("labels below 0, such as -100 for a row to be ignored")
+        return labels
 
 
 def template(dataset: Dataset[Any], collator: RowWise) -> dict[str, Tensor]:

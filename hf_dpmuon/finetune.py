@@ -45,6 +45,7 @@ def load_examples(
                 random_flip=data_args.random_flip,
                 random_crop=data_args.random_crop,
             ),
+            checked=True,
         )
 
     evaluation = None if splits.evaluation is None else examples(splits.evaluation, train=False)

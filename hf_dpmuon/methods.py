@@ -39,6 +39,7 @@ class Method:
     Attributes:
         dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
             on the rest.
+        dp_filter: Filter of the private gradient.
         learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise; None for
             the paper's.
         vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
@@ -59,7 +60,6 @@ class Method:
         adam_epsilon: Added to its denominator.
         correct_for_noise: Whether the second moment of "adam" and the largest singular value of
             "muon_s" are corrected by the known noise.
-        dp_filter: Filter of the private gradient.
         doppler_coefficients: Name of the low-pass filter of "doppler".
         disk_kappa: Gain of "disk", in (0, 1].
         disk_gamma: Look-ahead of "disk", > 0; None for (1 - kappa) / kappa.
@@ -69,6 +69,7 @@ class Method:
     """
 
     dp_optimizer: str = "muon"
+    dp_filter: str = "none"
     learning_rate: float | None = None
     vector_learning_rate: float = 0.01
     weight_decay: float = 0.0
@@ -85,7 +86,6 @@ class Method:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     correct_for_noise: bool = False
-    dp_filter: str = "none"
     doppler_coefficients: str = "ema_0.9"
     disk_kappa: float = 0.7
     disk_gamma: float | None = None

@@ -19,6 +19,7 @@ from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
 
 from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.trainer import DPTrainer
 
 WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
 
@@ -229,6 +230,14 @@ def test_models_that_differ_at_the_start_become_the_main_process_s(tmp_path):
     assert largest_difference(back(results[0]), back(results[1])) == 0
 
 
+class AfterTheCheck(DPTrainer):
+    """Forgets the rows that the check before a run has read."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.train_dataset.used.clear()
+        return super().create_optimizer(model)
+
+
 def test_images_are_split_and_none_is_used_twice(tmp_path):
     # Cases 49, 50, 56: the union over processes is the one global draw.
     class Recording(Images):
@@ -241,8 +250,7 @@ def test_images_are_split_and_none_is_used_twice(tmp_path):
     def work(rank: int) -> list[int]:
         data = Recording()
         data.used = []
-        trainer = trainer_of(tmp_path, train_dataset=data, max_steps=3)
-        data.used.clear()
+        trainer = trainer_of(tmp_path, train_dataset=data, max_steps=3, kind=AfterTheCheck)
         trainer.train()
         return data.used
 

@@ -147,7 +147,9 @@ def overlapping(rows: datasets.Dataset) -> dict[str, tuple[Any, Any]]:
         "subset": (Subset(rows, range(6)), Subset(rows, [5])),
         "one of several": (rows, {"a": other, "b": rows.select(range(2))}),
         "tensors": (TensorDataset(images, labels), TensorDataset(images[3:5], labels[3:5])),
-        "columns": (rows, rows.select_columns(["pixel_values", "labels"]).select([2])),
+        "columns": (rows, rows.select_columns(["labels", "pixel_values"]).select([2])),
+        "another label": (rows, rows.remove_columns("labels").add_column("labels", [0] * ROWS)),
+        "slice of a list": ((listed := [rows[i] for i in range(ROWS)]), listed[:3]),
     }
 
 
@@ -168,6 +170,34 @@ def test_k210_our_examples_of_selected_rows_are_refused(tmp_path):
     assert set(row_keys(other)) < set(row_keys(one))
 
 
+def test_k216_images_that_nobody_has_read_are_read_before_the_first_draw(tmp_path):
+    splits = load_image_dataset("builtin:digits")
+    rows = splits.train.select(range(ROWS))
+    of = {"image_column": splits.image_column, "label_column": splits.label_column}
+
+    def broken(image: Any, generator: Any) -> Tensor:
+        if np.array_equal(np.array(image), np.array(rows[7][splits.image_column])):
+            raise OSError("secret/path/mrs-miller.png")
+        return torch.zeros(3, 8, 8)
+
+    model = tiny_vit()
+    model.classifier = torch.nn.Linear(16, 10)
+    model.config.id2label = dict(enumerate("0123456789"))
+    with pytest.raises(ValueError, match="1 of 12 rows of train_dataset cannot be used") as caught:
+        trained(tmp_path, ImageExamples(rows, transform=broken, **of), model=model)
+    assert "miller" not in str(caught.value)
+
+
+def test_k210_a_table_that_is_opened_twice_is_the_same(tmp_path):
+    table(24).save_to_disk(tmp_path / "set")
+    one, other = (datasets.load_from_disk(tmp_path / "set") for _ in range(2))
+    with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset"):
+        trained(tmp_path / "a", one, eval_dataset=other.select(range(4)))
+    parts = one.train_test_split(test_size=0.5, seed=0)
+    again = datasets.load_from_disk(tmp_path / "set").train_test_split(test_size=0.5, seed=0)
+    trained(tmp_path / "b", parts["train"], eval_dataset=again["test"])
+
+
 def test_rows_of_two_halves_are_not_the_same(tmp_path):
     rows = table(24)
     parts = rows.train_test_split(test_size=0.5, seed=0)
@@ -184,8 +214,9 @@ def test_rows_of_two_halves_are_not_the_same(tmp_path):
         lambda d: d.select([*range(ROWS), 3]),
         lambda d: ConcatDataset([d, Subset(d, [1])]),
         lambda d: datasets.concatenate_datasets([d, d.select([4])]),
+        lambda d: (listed := [d[i] for i in range(ROWS)]) + listed[:2],
     ],
-    ids=["subset", "twice", "select", "and a subset", "concatenate_datasets"],
+    ids=["subset", "twice", "select", "and a subset", "concatenate_datasets", "list"],
 )
 def test_k211_a_row_that_is_there_several_times_is_refused(tmp_path, repeated):
     with pytest.raises(ValueError, match=r"train_dataset has \d+ rows but only 12 of them are"):
@@ -214,8 +245,8 @@ class Labelled(Images):
     [
         (torch.tensor(255), "1 have a label outside 0 to 2"),
         (-1, "1 have a label outside 0 to 2"),
-        (torch.tensor(1.0), "1 have no single whole number"),
-        (torch.tensor([0, 1]), "1 have no single whole number"),
+        (torch.tensor(1.0), "1 have a label that is not a single whole number"),
+        (torch.tensor([0, 1]), "1 have a label that is not a single whole number"),
         (None, "1 have no label"),
         (OSError("scan-of-mrs-miller.png"), "1 have an image or label that raises OSError"),
     ],
@@ -257,7 +288,7 @@ def test_k221_several_labels_make_a_model_of_several_labels_as_in_transformers(t
     assert float(trainer.compute_loss(trainer.model, batch)) == pytest.approx(float(expected))
     single = tiny_vit()
     single.config.problem_type = "single_label_classification"
-    with pytest.raises(ValueError, match="no single whole number"):
+    with pytest.raises(ValueError, match="not a single whole number"):
         trained(tmp_path / "b", MultiHot(ROWS), model=single)
 
 
@@ -329,7 +360,10 @@ def test_k252_unlabelled_rows_are_predicted(tmp_path):
 def test_k252_an_evaluation_set_that_cannot_be_used_is_refused_before_a_draw(tmp_path):
     with pytest.raises(ValueError, match="no pixel_values"):
         trained(tmp_path / "a", Images(ROWS), eval_dataset=[{"image": 1, "labels": 0}])
-    with pytest.raises(ValueError, match="eval_dataset has rows of shape"):
+    late = [{"pixel_values": torch.zeros(3, 8, 8), "labels": label} for label in (0, 1, 2, 3)]
+    with pytest.raises(ValueError, match="1 of 4 rows of eval_dataset have a label outside"):
+        trained(tmp_path / "d", Images(ROWS), eval_dataset=late)
+    with pytest.raises(ValueError, match=r"rows of eval_dataset have the shape \(3, 4, 4\)"):
         trained(
             tmp_path / "b",
             Images(ROWS),

@@ -284,6 +284,7 @@ class Augmented(ImageExamples):
 
     def __init__(self) -> None:
         self.images = Images()
+        self.rows = list(range(len(self.images)))
 
     def __len__(self) -> int:
         return len(self.images)

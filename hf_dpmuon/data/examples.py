@@ -34,6 +34,8 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
         label_column: Name of the column of labels: an int each, or a list of floats, one for each
             label, that is NaN where the label is not known.
         transform: As returned by `build_transforms`.
+        checked: Whether every image was read already, as `load_image_dataset` does; else each is
+            read once before training.
 
     Attributes:
         rows: The two columns of the split.
@@ -49,6 +51,7 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
         image_column: str,
         label_column: str,
         transform: ImageTransform,
+        checked: bool = False,
     ) -> None:
         import datasets
 
@@ -58,6 +61,7 @@ class ImageExamples(TorchDataset[dict[str, Tensor]]):
                 "of examples must be known before a sampling rate is computed from it."
             )
         self.rows = split.select_columns([image_column, label_column])
+        self.checked = checked
         self._image_column = image_column
         self._label_column = label_column
         self._transform = transform

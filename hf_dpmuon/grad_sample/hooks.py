@@ -175,7 +175,9 @@ class HooksGradSampleModule(PerSampleEngine):
                 torch.autograd.backward([x.float().sum() for x in leaves])
         parameters: dict[str, Any] = self._trainable
         rows = {name: _rows_of(p.grad_sample) for name, p in parameters.items()}
-        self.discard()
+        units = self._unit_of_row, self._num_units, self._row_weights
+        self.discard()  # which forgets the units of the batch that is about to come
+        self._unit_of_row, self._num_units, self._row_weights = units
         wrong = [name for name, count in rows.items() if count not in (0, 1)]
         if wrong or any(len(x) != 1 for x in leaves if x.dim()):
             raise ValueError(

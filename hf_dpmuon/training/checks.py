@@ -88,10 +88,9 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset is empty; check the split's name and filters.")
-    train_keys = set(row_keys(train_dataset))
-    if any(
-        not train_keys.isdisjoint(row_keys(one)) for one in evaluation_sets(eval_dataset).values()
-    ):
+    trained = {key for keys in row_keys(train_dataset) for key in keys}
+    held_out = evaluation_sets(eval_dataset).values()
+    if any(not trained.isdisjoint(keys) for one in held_out for keys in row_keys(one)):
         raise ValueError(
             "eval_dataset holds rows of train_dataset, whose un-noised metrics would be published "
             "with the model; evaluate on data that is not trained on."
@@ -129,25 +128,8 @@ def check_rows(
         ValueError: With the number of rows that cannot be used, but not which.
     """
     assert isinstance(collator, RowWise)
-    seeded, reasons = SeededRows(train_dataset), Counter[str]()
-    labels: dict[int, list[Tensor]] = {}
-    indices = range(len(train_dataset))
-    for index in tqdm(indices, "checking train rows", disable=not bar):
-        try:
-            examples, place = located(train_dataset, index)
-            # Its images were all read when it was loaded.
-            if type(examples) is ImageExamples and collator.head is not None:
-                if id(examples) not in labels:
-                    labels[id(examples)] = examples.labels()
-                collator.head.checked(labels[id(examples)][place][None])
-                continue
-            shape = collator([seeded[index, 0]])["pixel_values"].shape[1:]
-            if shape != row["pixel_values"].shape:
-                reasons[f"the shape {tuple(shape)}, not {tuple(row['pixel_values'].shape)}"] += 1
-        except RowError as error:
-            reasons[error.reason] += 1
-        except Exception as error:  # a data set may raise what it likes
-            reasons[f"an image or label that raises {type(error).__name__} when it is read"] += 1
+    shape = row["pixel_values"].shape
+    reasons = _problems(SeededRows(train_dataset), collator, shape, bar="train" if bar else None)
     if reasons:
         counts = "; ".join(f"{count} have {reason}" for reason, count in reasons.most_common())
         raise ValueError(
@@ -155,14 +137,37 @@ def check_rows(
             f"used: {counts}. Mend or remove them, since N must be known before the first draw."
         )
     for name, one in evaluation_sets(eval_dataset).items():
-        if len(one) == 0:
-            continue
-        batch = collator([one[0]])
-        if batch["pixel_values"].shape[1:] != row["pixel_values"].shape:
+        reasons = _problems(SeededRows(one), collator, shape, bar="evaluation" if bar else None)
+        if reasons:
+            reason, count = reasons.most_common(1)[0]
             raise ValueError(
-                f"{name} has rows of shape {tuple(batch['pixel_values'].shape[1:])}, and "
-                f"train_dataset of {tuple(row['pixel_values'].shape)}; prepare both alike."
+                f"{count} of {len(one)} rows of {name} have {reason}; mend or remove them, or "
+                "train without it: they would end the run after its budget is spent."
             )
+
+
+def _problems(
+    rows: SeededRows, collator: RowWise, shape: torch.Size, *, bar: str | None
+) -> Counter[str]:
+    """Why rows cannot be used, with how many; images that were read already are not read."""
+    reasons = Counter[str]()
+    labels: dict[int, list[Tensor]] = {}
+    for index in tqdm(range(len(rows)), f"checking {bar} rows", disable=bar is None):
+        try:
+            examples, place = located(rows.dataset, index)
+            if type(examples) is ImageExamples and examples.checked and index:
+                if id(examples) not in labels:
+                    labels[id(examples)] = examples.labels()
+                collator.checked_labels(labels[id(examples)][place][None])
+                continue
+            found = collator([rows[index, 0]])["pixel_values"].shape[1:]
+            if found != shape:
+                reasons[f"the shape {tuple(found)}, not {tuple(shape)}"] += 1
+        except RowError as error:
+            reasons[error.reason] += 1
+        except Exception as error:  # a data set may raise what it likes
+            reasons[f"an image or label that raises {type(error).__name__} when it is read"] += 1
+    return reasons
 
 
 def evaluation_sets(eval_dataset: Any) -> dict[str, Any]:
