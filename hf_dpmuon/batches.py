@@ -43,10 +43,13 @@ class SeededRows(Dataset[_SeededRow]):
     Args:
         dataset: Any map-style data set. `ImageExamples`, or subsets and concatenations of them,
             take the seed of their augmentation, too.
+        keep_failures: Whether a row that cannot be read is handed on as a failure, for `RowWise`
+            to replace, and does not raise: which rows were drawn is private.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Dataset[Any], *, keep_failures: bool = False) -> None:
         self.dataset = dataset
+        self.keep_failures = keep_failures
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -55,9 +58,13 @@ class SeededRows(Dataset[_SeededRow]):
         index, seed = key
         dataset, row = located(self.dataset, index)
         with seeded_globals(seed):  # whoever the data set is, its transform may be anybody's
-            return _SeededRow(
-                dataset[(row, seed) if isinstance(dataset, ImageExamples) else row], seed
-            )
+            ours = isinstance(dataset, ImageExamples)
+            try:
+                return _SeededRow(dataset[(row, seed) if ours else row], seed)
+            except Exception as error:  # a data set may raise what it likes
+                if not self.keep_failures:
+                    raise
+                return _SeededRow(error, seed)
 
 
 def located(dataset: Dataset[Any], row: int) -> tuple[Dataset[Any], int]:
@@ -125,6 +132,8 @@ class RowWise:
             that are mappings or pairs of an image and a label.
         head: What the labels are checked against; rows without labels pass then, too, but those of
             a step.
+        stand_in: The shapes of a row. A row of a step that cannot be used then becomes one that is
+            not finite, which weighs nothing: a run that stopped would tell that it was drawn.
 
     Raises:
         ValueError: In a call, if the collator makes several rows of one, each of which would have
@@ -136,9 +145,11 @@ class RowWise:
         collator: Callable[[list[Any]], Mapping[str, Tensor]] | None = None,
         *,
         head: Head | None = None,
+        stand_in: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.collator = collator
         self.head = head
+        self.stand_in = stand_in
 
     def __call__(self, rows: list[Any]) -> dict[str, Tensor]:
         """Concatenate the batches of one."""
@@ -147,11 +158,13 @@ class RowWise:
 
     def _alone(self, row: Any) -> dict[str, Tensor]:
         if isinstance(row, _SeededRow):
-            with seeded_globals(row.seed ^ 1):  # not what the data set drew
-                batch = self._alone(row.row)
-            if "labels" not in batch:
-                raise RowError("no label")
-            return batch
+            try:
+                return self._of_a_step(row)
+            except Exception:
+                if self.stand_in is None:
+                    raise
+                batch = {name: tensor[None] for name, tensor in self.stand_in.items()}
+                return {**batch, "pixel_values": batch["pixel_values"] * torch.nan}
         made = _batch_of(row) if self.collator is None else self.collator([row])
         batch = {
             "labels" if name == "label" else name: tensor
@@ -173,6 +186,19 @@ class RowWise:
                 )
         if "labels" in batch:
             batch["labels"] = self.checked_labels(batch["labels"])
+        return batch
+
+    def _of_a_step(self, row: _SeededRow) -> dict[str, Tensor]:
+        if isinstance(row.row, Exception):
+            raise row.row
+        with seeded_globals(row.seed ^ 1):  # not what the data set drew
+            batch = self._alone(row.row)
+        if "labels" not in batch:
+            raise RowError("no label")
+        if self.stand_in is not None and any(
+            batch[name].shape[1:] != tensor.shape for name, tensor in self.stand_in.items()
+        ):
+            raise RowError("another shape")
         return batch
 
     def checked_labels(self, labels: Tensor) -> Tensor:
@@ -231,10 +257,15 @@ class DrawDataset(Dataset[LogicalBatch]):
 
     When the base class "skips" batches to resume, it skips these indices and no draws: the draws
     go on from the restored generator.
+
+    Args:
+        loader: Makes the draws.
+        probe: Raises if the data set is gone; asked before each draw, whatever is drawn.
     """
 
-    def __init__(self, loader: LogicalBatchLoader) -> None:
+    def __init__(self, loader: LogicalBatchLoader, *, probe: Callable[[], object]) -> None:
         self.loader = loader
+        self._probe = probe
         self._batches: Iterator[LogicalBatch] = iter(())
 
     def as_loader(self) -> DataLoader[Any]:
@@ -250,6 +281,7 @@ class DrawDataset(Dataset[LogicalBatch]):
         return len(self.loader)
 
     def __getitem__(self, index: int) -> LogicalBatch:
+        self._probe()
         try:
             return next(self._batches)
         except StopIteration:

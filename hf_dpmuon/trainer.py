@@ -64,8 +64,7 @@ class DPTrainer(PublishingTrainer):
     """``Trainer`` whose gradients are private before anything else sees them.
 
     Args:
-        model: What ``load_model`` returned (Hugging Face or timm), or a ``PreTrainedModel``; it
-            stays plain, without wrapper or prefix.
+        model: What ``load_model`` returned, or a ``PreTrainedModel``; it stays plain.
         args: Checked arguments.
         train_dataset: The private examples, map-style. Rows are dicts with ``pixel_values`` and
             ``labels``; several labels of one row are floats, NaN where one is missing.
@@ -158,8 +157,8 @@ class DPTrainer(PublishingTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        checks.check_callbacks(self.callback_handler.callbacks, self.args)
-        checks.check_scheduler(self.lr_scheduler, self.args)
+        checks.check_callbacks(self.callback_handler.callbacks, args)
+        checks.check_scheduler(self.lr_scheduler, args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:
@@ -196,7 +195,8 @@ class DPTrainer(PublishingTrainer):
             units=self.units,
             max_examples_per_unit=self.max_examples_per_unit,
         )
-        return DrawDataset(self._batches).as_loader()
+        there = partial(checks.check_still_there, self.train_dataset)
+        return DrawDataset(self._batches, probe=there).as_loader()
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of privacy units for training data, of examples otherwise."""

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.optimization import GreedyLR
 
 from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.sampling import PoissonSampler
 from hf_dpmuon.trainer import DPTrainer
 
 
@@ -214,6 +215,40 @@ def test_a_start_that_drew_afresh_is_itself_repeated(tmp_path):
 
 
 # ---- secrets ----
+
+
+def test_sampling_does_not_come_from_the_public_seed(tmp_path, monkeypatch):
+    """Two runs with one ``seed`` draw other rows; a mutant that samples from it fails here."""
+    drawn: list[list[int]] = []
+    draw = PoissonSampler.draw
+
+    def noted(self: PoissonSampler, generator: Any) -> Any:
+        rows = draw(self, generator)
+        drawn[-1] += rows.tolist()
+        return rows
+
+    monkeypatch.setattr(PoissonSampler, "draw", noted)
+    for name in "ab":
+        drawn.append([])
+        trainer_of(tmp_path / name, seed=3, noise_seed=None, max_steps=6).train()
+    assert drawn[0] != drawn[1]
+    drawn.clear()
+    for name, seed in (("c", 1), ("d", 2)):  # with a fixed noise seed, the public one is nothing
+        drawn.append([])
+        trainer_of(tmp_path / name, seed=seed, max_steps=6).train()
+    assert drawn[0] == drawn[1]
+
+
+def test_steps_drawn_afresh_have_another_key_than_before(tmp_path):
+    trainer_of(tmp_path / "a", save_strategy="steps", save_steps=2, **SECRET).train()
+    again = resumed(tmp_path / "a", Images(), per_sample_max_grad_norm=0.5)
+    events = again.ledger.events
+    by_step = [event.step for event in events]
+    assert by_step == [1, 2, 3, 4, 5, 6, 3, 4, 5, 6]
+    starts = json.loads((keys_of(tmp_path / "a") / "keys.json").read_text())["starts"]
+    keys = [starts[again.ledger.start_of(draw)]["key"] for draw in (2, 6)]
+    assert keys[0] != keys[1]
+    assert bytes.fromhex(keys[1]) == again.privacy_run.key_of(7)
 
 
 def test_k204_copies_of_a_folder_share_no_draw_beyond_the_ledger(tmp_path):

@@ -259,6 +259,59 @@ def test_k216_bad_rows_are_counted_before_the_first_draw(tmp_path, label, reason
     assert not (tmp_path / "privacy_ledger.jsonl").exists()
 
 
+class Failing(Images):
+    """A row that cannot be read, or is another, from some moment on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(ROWS)
+        self.how, self.reads = how, 0
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        example = super().__getitem__(row)
+        self.reads += row == 5
+        if row != 5 or self.reads <= 1:  # the check before the run finds nothing
+            return example
+        if self.how == "raises":
+            raise OSError("secret/path/mrs-miller.png")
+        if self.how == "label":
+            return {**example, "labels": torch.tensor(9)}
+        if self.how == "shape":
+            return {**example, "pixel_values": torch.zeros(3, 4, 4)}
+        return {**example, "pixel_values": example["pixel_values"] * torch.nan}
+
+
+@pytest.mark.parametrize("how", ["raises", "label", "shape", "not finite"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_k216_a_row_that_fails_at_a_draw_weighs_nothing_and_tells_nothing(tmp_path, how, workers):
+    settings = {"noise_multiplier": 0.0, "logical_batch_size": ROWS, "kind": Sums}
+    failing = trained(tmp_path / "a", Failing(how), dataloader_num_workers=workers, **settings)
+    without = Images(ROWS)
+    without.pixels[5] = torch.nan
+    expected = trained(tmp_path / "b", without, **settings)
+    assert len(failing.ledger) == 1
+    torch.testing.assert_close(failing.sum, expected.sum)
+
+
+def test_a_data_set_that_is_gone_stops_the_run_whatever_is_drawn(tmp_path):
+    class Gone(Images):
+        gone = False
+
+        def __getitem__(self, row: int) -> dict[str, Any]:
+            if self.gone:
+                raise OSError("secret/path/mrs-miller.png")
+            return super().__getitem__(row)
+
+    class Loses(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            self.train_dataset.gone = True
+            return loss
+
+    with pytest.raises(ValueError, match=r"cannot be read any more \(OSError\)") as caught:
+        trained(tmp_path, Gone(ROWS), kind=Loses, max_steps=3)
+    assert "miller" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "label",
     [

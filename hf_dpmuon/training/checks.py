@@ -34,6 +34,7 @@ __all__ = [
     "check_not_overridden",
     "check_optimizer",
     "check_scheduler",
+    "check_still_there",
     "check_units",
     "evaluation_sets",
 ]
@@ -129,6 +130,7 @@ def check_rows(
     """
     assert isinstance(collator, RowWise)
     shape = row["pixel_values"].shape
+    collator = RowWise(collator.collator, head=collator.head)  # which tells what is wrong
     reasons = _problems(SeededRows(train_dataset), collator, shape, bar="train" if bar else None)
     if reasons:
         counts = "; ".join(f"{count} have {reason}" for reason, count in reasons.most_common())
@@ -144,6 +146,17 @@ def check_rows(
                 f"{count} of {len(one)} rows of {name} have {reason}; mend or remove them, or "
                 "train without it: they would end the run after its budget is spent."
             )
+
+
+def check_still_there(train_dataset: Any) -> None:
+    """Refuse to draw from a data set that has gone, seen at its first row whatever is drawn."""
+    try:
+        train_dataset[0]
+    except Exception as error:
+        raise ValueError(
+            f"train_dataset cannot be read any more ({type(error).__name__}); bring the images "
+            "back, then resume from the last checkpoint."
+        ) from None
 
 
 def _problems(

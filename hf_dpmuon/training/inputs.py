@@ -110,4 +110,5 @@ class Inputs:
             compute_metrics or build_metrics(folder.label_names, multi_label=multi_label)
         )
         row = template(train_dataset, collator)
+        collator = RowWise(data_collator, head=head, stand_in=row)
         return cls(folder, collator, row, loss, evaluations, run)

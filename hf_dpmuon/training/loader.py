@@ -32,7 +32,7 @@ def build_loader(
     """Build what draws units, not rows, at the rate of the plan."""
     sampler = PoissonSampler(plan.num_units, sample_rate=plan.sample_rate)
     return LogicalBatchLoader(
-        SeededRows(dataset),
+        SeededRows(dataset, keep_failures=True),
         sampler=sampler,
         generator_of=generator_of,
         first_draw=first_draw,
