@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install finetune test lint format types check clean
+.PHONY: help install finetune test docs lint format types check clean
 
 help:  ## Say what the targets do.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,6 +23,9 @@ finetune: install  ## Fine-tune a small ViT privately on handwritten digits, off
 
 test: install  ## Run the tests, offline, on the CPU.
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+docs: install  ## Make the pages that follow from the code.
+	HF_HUB_OFFLINE=1 $(BIN)/python docs/generate.py
 
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .

@@ -25,7 +25,13 @@ from hf_dpmuon import parsing
 from hf_dpmuon.methods import Method
 from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions, check_choices
 
-__all__ = ["DPTrainingArguments", "DataArguments", "ModelArguments", "parse_arguments"]
+__all__ = [
+    "DPTrainingArguments",
+    "DataArguments",
+    "ModelArguments",
+    "parse_arguments",
+    "refusals",
+]
 
 # What may be logged to, and the variable that would make it upload more than logs.
 INTEGRATIONS = {
@@ -145,126 +151,7 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             )
 
     def _check_training_loop(self) -> None:
-        refused = {
-            "max_grad_norm": (
-                self.max_grad_norm != 0,
-                "would rescale the private gradient; leave it 0 and set per_sample_max_grad_norm",
-            ),
-            "gradient_accumulation_steps": (
-                self.gradient_accumulation_steps != 1,
-                "does not fit Poisson sampling; leave it 1 and set logical_batch_size (the size of "
-                "a step) and per_device_train_batch_size (what fits into memory)",
-            ),
-            "train_sampling_strategy": (
-                self.train_sampling_strategy != "random",
-                "is not the Poisson sampling that the accountant assumes; leave it 'random'",
-            ),
-            "auto_find_batch_size": (
-                self.auto_find_batch_size,
-                "would touch data twice and count it once; set a smaller "
-                "per_device_train_batch_size",
-            ),
-            "torch_compile": (
-                self.torch_compile
-                or self.torch_compile_backend is not None
-                or self.torch_compile_mode is not None,
-                "bypasses the hooks that compute per-sample gradients; leave it off",
-            ),
-            "deepspeed": (
-                self.deepspeed is not None,
-                "shards gradients before they are clipped; run without it",
-            ),
-            "fsdp": (
-                bool(self.fsdp),
-                "shards gradients before they are clipped; run without it",
-            ),
-            "parallelism_config": (
-                self.parallelism_config is not None,
-                "shards samples or gradients before they are clipped; run without it",
-            ),
-            "hub_strategy": (
-                HubStrategy(self.hub_strategy)
-                in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
-                "would push optimizer and generator states; use 'end' or 'every_save'",
-            ),
-            "push_to_hub": (
-                self.push_to_hub and (self.noise_seed is not None or self.noise_multiplier == 0),
-                "would publish a model that no secret noise protects; leave it off, or leave "
-                "noise_seed unset and noise_multiplier above 0",
-            ),
-            "hub_always_push": (
-                self.hub_always_push,
-                "has no effect: training goes on only after each push; leave it off",
-            ),
-            "loss_scale": (
-                self.loss_scale is not None and not 0 < self.loss_scale < float("inf"),
-                "must be a finite number > 0; unset, it is 1024 with fp16 and 1 otherwise",
-            ),
-            "activation_checkpointing": (
-                bool(self.activation_checkpointing or self.gradient_checkpointing)
-                and self.grad_sample_mode == "hooks",
-                "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
-            ),
-            "tf32": (
-                bool(self.tf32),
-                "rounds norms and sums to 10 bits, which loosens the clipping bound; leave it off",
-            ),
-            "optim": (
-                self.optim != TrainingArguments.optim
-                and OptimizerNames(self.optim) != OptimizerNames(TrainingArguments.optim),
-                "has no effect here; choose dp_optimizer",
-            ),
-            "optim_args": (self.optim_args is not None, "has no effect here; choose dp_optimizer"),
-            "optim_target_modules": (
-                self.optim_target_modules is not None,
-                "has no effect here; choose dp_optimizer",
-            ),
-            "data_seed": (
-                self.data_seed is not None,
-                "has no effect: samples are drawn from the system's entropy; leave it unset",
-            ),
-            "dataloader_drop_last": (
-                self.dataloader_drop_last,
-                "does not fit Poisson sampling; leave it off",
-            ),
-            "remove_unused_columns": (
-                bool(self.remove_unused_columns),
-                "has no effect: only images and labels reach the model; leave it off",
-            ),
-            "label_names": (
-                self.label_names is not None,
-                "has no effect: the label of a row is 'labels'; leave it unset",
-            ),
-            "skip_memory_metrics": (
-                not self.skip_memory_metrics,
-                "would log memory, which depends on the size of private batches; leave it on",
-            ),
-            "accelerator_config": (
-                "num_steps" in str(self.accelerator_config),
-                "must not accumulate gradients; set logical_batch_size",
-            ),
-            "include_num_input_tokens_seen": (
-                self.include_num_input_tokens_seen not in ("no", False),
-                "would log the size of private batches; leave it 'no'",
-            ),
-            "neftune_noise_alpha": (
-                self.neftune_noise_alpha is not None,
-                "is for language models; leave it unset",
-            ),
-            "use_liger_kernel": (
-                self.use_liger_kernel,
-                "replaces layers that per-sample gradients need; leave it off",
-            ),
-            "debug": (
-                bool(self.debug) and "underflow_overflow" in str(self.debug),
-                "prints raw activations of private images; leave it empty",
-            ),
-            "noise_seed": (
-                self.noise_seed is not None and self.noise_seed < 0,
-                "must be >= 0",
-            ),
-        }
-        for name, (bad, reason) in refused.items():
+        for name, (bad, reason) in refusals(self).items():
             if bad:
                 raise ValueError(f"{name}={vars(self)[name]!r} {reason}.")
         steered = {
@@ -341,6 +228,127 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r} is not supported; use bf16."
             )
+
+
+def refusals(args: DPTrainingArguments) -> dict[str, tuple[bool, str]]:
+    """Return which options are refused, each with whether it is set so, and the reason."""
+    return {
+        "max_grad_norm": (
+            args.max_grad_norm != 0,
+            "would rescale the private gradient; leave it 0 and set per_sample_max_grad_norm",
+        ),
+        "gradient_accumulation_steps": (
+            args.gradient_accumulation_steps != 1,
+            "does not fit Poisson sampling; leave it 1 and set logical_batch_size (the size of "
+            "a step) and per_device_train_batch_size (what fits into memory)",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy != "random",
+            "is not the Poisson sampling that the accountant assumes; leave it 'random'",
+        ),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "would touch data twice and count it once; set a smaller per_device_train_batch_size",
+        ),
+        "torch_compile": (
+            args.torch_compile
+            or args.torch_compile_backend is not None
+            or args.torch_compile_mode is not None,
+            "bypasses the hooks that compute per-sample gradients; leave it off",
+        ),
+        "deepspeed": (
+            args.deepspeed is not None,
+            "shards gradients before they are clipped; run without it",
+        ),
+        "fsdp": (
+            bool(args.fsdp),
+            "shards gradients before they are clipped; run without it",
+        ),
+        "parallelism_config": (
+            args.parallelism_config is not None,
+            "shards samples or gradients before they are clipped; run without it",
+        ),
+        "hub_strategy": (
+            HubStrategy(args.hub_strategy) in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
+            "would push optimizer and generator states; use 'end' or 'every_save'",
+        ),
+        "push_to_hub": (
+            args.push_to_hub and (args.noise_seed is not None or args.noise_multiplier == 0),
+            "would publish a model that no secret noise protects; leave it off, or leave "
+            "noise_seed unset and noise_multiplier above 0",
+        ),
+        "hub_always_push": (
+            args.hub_always_push,
+            "has no effect: training goes on only after each push; leave it off",
+        ),
+        "loss_scale": (
+            args.loss_scale is not None and not 0 < args.loss_scale < float("inf"),
+            "must be a finite number > 0; unset, it is 1024 with fp16 and 1 otherwise",
+        ),
+        "activation_checkpointing": (
+            bool(args.activation_checkpointing or args.gradient_checkpointing)
+            and args.grad_sample_mode == "hooks",
+            "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
+        ),
+        "tf32": (
+            bool(args.tf32),
+            "rounds norms and sums to 10 bits, which loosens the clipping bound; leave it off",
+        ),
+        "optim": (
+            args.optim != TrainingArguments.optim
+            and OptimizerNames(args.optim) != OptimizerNames(TrainingArguments.optim),
+            "has no effect here; choose dp_optimizer",
+        ),
+        "optim_args": (args.optim_args is not None, "has no effect here; choose dp_optimizer"),
+        "optim_target_modules": (
+            args.optim_target_modules is not None,
+            "has no effect here; choose dp_optimizer",
+        ),
+        "data_seed": (
+            args.data_seed is not None,
+            "has no effect: samples are drawn from the system's entropy; leave it unset",
+        ),
+        "dataloader_drop_last": (
+            args.dataloader_drop_last,
+            "does not fit Poisson sampling; leave it off",
+        ),
+        "remove_unused_columns": (
+            bool(args.remove_unused_columns),
+            "has no effect: only images and labels reach the model; leave it off",
+        ),
+        "label_names": (
+            args.label_names is not None,
+            "has no effect: the label of a row is 'labels'; leave it unset",
+        ),
+        "skip_memory_metrics": (
+            not args.skip_memory_metrics,
+            "would log memory, which depends on the size of private batches; leave it on",
+        ),
+        "accelerator_config": (
+            "num_steps" in str(args.accelerator_config),
+            "must not accumulate gradients; set logical_batch_size",
+        ),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "would log the size of private batches; leave it 'no'",
+        ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "is for language models; leave it unset",
+        ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "replaces layers that per-sample gradients need; leave it off",
+        ),
+        "debug": (
+            bool(args.debug) and "underflow_overflow" in str(args.debug),
+            "prints raw activations of private images; leave it empty",
+        ),
+        "noise_seed": (
+            args.noise_seed is not None and args.noise_seed < 0,
+            "must be >= 0",
+        ),
+    }
 
 
 def parse_arguments(
