@@ -6,6 +6,8 @@ Receives the three groups of arguments; prints what the run costs, and leaves it
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 from transformers import set_seed
 
@@ -25,6 +27,8 @@ __all__ = ["finetune"]
 
 # One AUROC for each label, where there are several.
 METRICS_SHOWN = ("eval_accuracy", "eval_balanced", "eval_f1", "eval_auroc", "eval_expected")
+
+MOST_CLASSES_SHOWN = 50
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +56,32 @@ def load_examples(
     return examples(splits.train, train=True), evaluation
 
 
+def check_output_folder(output_dir: Path, dataset_name: str) -> None:
+    """Refuse an output folder inside the data, whose pictures would be a class of the next run."""
+    data = Path(dataset_name).expanduser()
+    if data.is_dir() and output_dir.resolve().is_relative_to(data.resolve()):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} lies in the data set {dataset_name!r}, whose images "
+            "the pictures of this run would join; choose a folder outside of it."
+        )
+
+
+def described(label_names: Sequence[str], weights: Sequence[float] | None) -> str:
+    """Classes with their weights, for people to compare; the first of very many."""
+    names = [
+        name if weights is None else f"{name} (weight {weights[index]:g})"
+        for index, name in enumerate(label_names[:MOST_CLASSES_SHOWN])
+    ]
+    left = len(label_names) - len(names)
+    return ", ".join(names) + (f" and {left} more" if left else "")
+
+
 def finetune(
     model_args: ModelArguments, data_args: DataArguments, args: DPTrainingArguments
 ) -> None:
     """Load, train, evaluate, save, and say what was spent."""
     set_seed(args.seed)
+    check_output_folder(Path(str(args.output_dir)), data_args.dataset_name)
     window = data_args.dicom_window
     splits = load_image_dataset(
         data_args.dataset_name,
@@ -88,6 +113,7 @@ def finetune(
         weights = class_weights(
             data_args.class_weights, splits, public_class_counts=data_args.public_class_counts
         )
+    logger.info("Classes, in the order of the head: %s", described(splits.label_names, weights))
     train_examples, eval_examples = load_examples(splits, loaded, data_args)
     trainer = DPTrainer(
         loaded,

@@ -1,6 +1,9 @@
 """Laws of the door for tables and files: what is named is read, and nothing else happens."""
 
+import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -9,10 +12,12 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from image_tables import class_folders, parquet, png, table, write_dicom, write_image
 from PIL import Image
+from transformers.image_utils import load_image
 
 from hf_dpmuon.data import load_image_dataset
 from hf_dpmuon.data.dicom import ImageKindError, read_dicom
-from hf_dpmuon.data.images import open_image
+from hf_dpmuon.data.images import decode, open_image
+from hf_dpmuon.finetune import check_output_folder, described
 
 PIXELS = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
 
@@ -68,11 +73,13 @@ def test_k222_the_table_that_is_named_is_read(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["scan[1]", "a*", "b?", "x::y"])
-def test_k222_a_pattern_in_the_path_of_a_parquet_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_k222_the_parquet_file_that_is_named_is_read(tmp_path: Path, name: str) -> None:
     parquet(tmp_path / "scan1", train=table(["wrong", "other"]))
     folder = parquet(tmp_path / "plain", train=table(["a", "b"])).rename(tmp_path / name)
-    with pytest.raises(ValueError, match="rename it"):
-        load_image_dataset(str(folder / "train.parquet"))
+    (folder / "train.parquet").rename(folder / f"{name}.parquet")
+    assert load_image_dataset(str(folder / f"{name}.parquet")).label_names == ("a", "b")
+    with pytest.raises(ValueError, match="rename it"):  # a folder that `datasets` must search
+        load_image_dataset(str(folder))
 
 
 @pytest.mark.parametrize("link", ["mel", "test", "train/mel", "loop"])
@@ -88,6 +95,94 @@ def test_k223_linked_folders_are_refused_with_a_count(tmp_path: Path, link: str)
 def test_k227_one_set_of_labels_in_two_orders_is_refused(tmp_path: Path, pair: str) -> None:
     with pytest.raises(ValueError, match="label_columns"):
         load_image_dataset(str(parquet(tmp_path, train=table([*pair.split(), "none"]))))
+
+
+def test_k228_a_parquet_file_of_equal_age_is_read_anew(tmp_path: Path) -> None:
+    file = parquet(tmp_path, train=table(["a", "b"])) / "train.parquet"
+    age = file.stat().st_mtime_ns
+    assert load_image_dataset(str(file)).label_names == ("a", "b")
+    parquet(tmp_path, train=table(["c", "d"]))
+    os.utime(file, ns=(age, age))
+    assert load_image_dataset(str(file)).label_names == ("c", "d")
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_k214_what_is_read_of_parquet_is_private_and_gone_afterwards(
+    tmp_path: Path, what: str
+) -> None:
+    parquet(tmp_path, train=table(["zq-unique-a", "zq-unique-b"]))
+    named = tmp_path / "train.parquet" if what == "file" else tmp_path
+    code = (
+        "import datasets, sys\nfrom pathlib import Path\nfrom hf_dpmuon.data import "
+        "load_image_dataset\nload_image_dataset(sys.argv[1])\n"
+        "cache = Path(datasets.config.HF_DATASETS_CACHE)\n"
+        "(folder,) = cache.glob('private-*')\nassert folder.stat().st_mode & 0o777 == 0o700"
+    )
+    home = tmp_path / "home"
+    environment = {**os.environ, "HF_HOME": str(home)}
+    subprocess.run([sys.executable, "-c", code, str(named)], env=environment, check=True)
+    assert not [f for f in home.rglob("*") if f.is_file() and b"zq-unique" in f.read_bytes()]
+
+
+def as_pipeline_sees(content: bytes, mode: str) -> np.ndarray:
+    """What `transformers` makes of an image before its processor, and so what a card's lines do."""
+    return np.asarray(load_image(Image.open(io.BytesIO(content))).convert(mode))
+
+
+@pytest.mark.parametrize("kind", ["white under alpha 0", "half alpha", "palette", "grey", "turned"])
+def test_k225_training_sees_an_image_as_the_pipeline_does(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (8, 6, 4), dtype=np.uint8)
+    if kind == "white under alpha 0":
+        pixels[:] = (255, 255, 255, 0)
+    image = Image.fromarray(pixels, "RGBA")
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if kind == "palette":
+        image = image.convert("RGB").quantize(16)
+        image.info["transparency"] = 3
+    elif kind == "grey":
+        image = image.convert("LA")
+    elif kind == "turned":
+        image = image.convert("RGB")
+        exif[0x0112] = 6
+    image.save(buffer, format="PNG", exif=exif)
+    ours = decode(open_image({"bytes": buffer.getvalue(), "path": None}, None)).convert("RGB")
+    assert np.array_equal(np.asarray(ours), as_pipeline_sees(buffer.getvalue(), "RGB"))
+
+
+@pytest.mark.parametrize("below", ["", "out", "deep/er/out", "train"])
+def test_k231_an_output_folder_inside_the_data_is_refused(tmp_path: Path, below: str) -> None:
+    class_folders(tmp_path, {"a": 2, "b": 2})
+    with pytest.raises(ValueError, match="lies in the data set"):
+        check_output_folder(tmp_path / below, str(tmp_path))
+    check_output_folder(tmp_path.parent / "elsewhere", str(tmp_path))
+    check_output_folder(tmp_path / "out", "owner/name")
+
+
+def test_k232_the_order_of_classes_is_shown_beside_their_weights() -> None:
+    assert described(["0", "1", "10"], [0.5, 1.0, 2.0]) == (
+        "0 (weight 0.5), 1 (weight 1), 10 (weight 2)"
+    )
+    assert described(["a", "b"], None) == "a, b"
+    assert described([str(i) for i in range(60)], None).endswith("49 and 10 more")
+
+
+@pytest.mark.parametrize("written", ["images/0", "images\\0.png", "images\\0", "./images/0"])
+def test_k260_ids_without_suffix_and_other_separators_are_found(
+    tmp_path: Path, written: str
+) -> None:
+    class_folders(tmp_path, {"images": 2})
+    table_file = tmp_path / "labels.csv"
+    table_file.write_text(f"id,label\n{written},a\n{written.replace('0', '1')},b\n")
+    splits = load_image_dataset(str(table_file), image_column="id", label_column="label")
+    assert len(splits.train) == 2
+
+
+def test_k260_names_that_are_not_utf8_are_counted(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path, {"a": 2, "b": 2})
+    os.rename(os.fsencode(folder / "a" / "0.png"), os.fsencode(folder / "a") + b"/caf\xe9.png")
+    with pytest.raises(ValueError, match="has 1 files whose names are not UTF-8"):
+        load_image_dataset(str(folder))
 
 
 def test_k228_a_table_of_equal_age_is_read_anew(tmp_path: Path) -> None:

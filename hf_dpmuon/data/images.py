@@ -84,8 +84,8 @@ def build_transforms(
 ) -> ImageTransform:
     """Return a function from an image and a generator to a normalised (C, H, W) fp32 tensor.
 
-    The image is brought to the channels of the model (transparent pixels lie on black, 16-bit
-    greyscale is divided by 65535), resized to its height and width without keeping the aspect
+    The image is brought to the channels of the model (transparency is left out, 16-bit greyscale is
+    divided by 65535), resized to its height and width without keeping the aspect
     ratio, optionally augmented, and normalised. Without a generator nothing is drawn, so the
     same function serves evaluation.
 
@@ -162,10 +162,8 @@ def decode(image: Image.Image) -> Image.Image:
                 "unsigned 16-bit with a declared window first"
             )
         return Image.fromarray(intensities)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "black"), image).convert("RGB")
-    return image.convert("L" if image.mode in ("1", "L") else "RGB")
+    # Transparency is left out, as `pipeline` and the lines of a card leave it out.
+    return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
 
 
 def _transform(

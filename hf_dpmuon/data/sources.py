@@ -10,15 +10,19 @@ Guarantees:
     * Every split is a table of known length, never a stream.
 """
 
+import atexit
 import errno
 import logging
 import mimetypes
 import os
 import re
+import shutil
+import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +45,7 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 GLOB = frozenset("*?[]{}")  # what `datasets` takes for patterns in paths
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+USUAL_SUFFIXES = (".png", ".jpg", ".jpeg", ".dcm", ".tif", ".tiff")  # which ids leave out
 FILES_TRIED = 100  # of a column of text: whether it names files
 # What the folder of a split is called, as `datasets` has it.
 SPLIT_NAMES = {
@@ -112,25 +117,28 @@ def read_splits(
     return Tables(splits, read.notes, read.roots)
 
 
-def _load(source: str, *, shown: str | None = None, **options: Any) -> Splits:
+def _load(
+    source: str, *, shown: str | None = None, said: str | None = None, **options: Any
+) -> Splits:
     """Call `datasets`, and say in one sentence why it could not be had.
 
     Args:
         source: Hub id, folder, or name of a builder.
-        shown: The local path, if it is one.
+        shown: The local path that `datasets` gets, if it is one.
+        said: What a message calls it, if that is another.
         options: As for `datasets.load_dataset_builder`.
     """
     import datasets
 
-    if shown is not None and (GLOB.intersection(shown) or "::" in shown):
-        raise ValueError(
-            f"data set {shown!r} has one of *, ?, [, ], {{, }} or :: in its path, by which another "
-            "file may be read; rename it."
-        )
+    is_local, called = (shown or said) is not None, said or shown or source
+    if shown is not None:
+        _check_plain(shown)
+    if is_local:  # read anew each time, since a file may change under an equal date
+        options["cache_dir"] = _private_cache()
     try:
         builder = datasets.load_dataset_builder(source, **options)
     except Exception as error:
-        raise ValueError(_reason(error, shown or source, is_local=shown is not None)) from None
+        raise ValueError(_reason(error, called, is_local=is_local)) from None
     log = logging.getLogger("datasets")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what it logs on the way to an error quotes rows as well
@@ -138,10 +146,31 @@ def _load(source: str, *, shown: str | None = None, **options: Any) -> Splits:
         builder.download_and_prepare()
         return dict(builder.as_dataset())
     except Exception as error:
-        reason = _reason(error, shown or source, is_local=shown is not None, has_rows=True)
+        reason = _reason(error, called, is_local=is_local, has_rows=True)
         raise ValueError(reason) from None
     finally:
         log.setLevel(level)
+
+
+def _check_plain(path: str) -> None:
+    """Refuse a path in which `datasets`, which searches it, would look for a pattern."""
+    if GLOB.intersection(path) or "::" in path:
+        raise ValueError(
+            f"data set {path!r} has one of *, ?, [, ], {{, }} or :: in its path, by which another "
+            "file may be read; rename it."
+        )
+
+
+@cache
+def _private_cache() -> str:
+    """A folder that only its owner can read, and that is gone when the process ends."""
+    import datasets
+
+    parent = Path(datasets.config.HF_DATASETS_CACHE)
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(dir=parent, prefix="private-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _reason(error: Exception, source: str, *, is_local: bool, has_rows: bool = False) -> str:
@@ -228,8 +257,11 @@ def _read_file(path: Path, image_column: str | None) -> Tables:
             f"data set {str(path)!r} cannot be read as images with labels; a single file must end "
             f"in .csv, .tsv, {' or '.join(builders)}."
         )
-    splits = _load(builders[path.suffix], shown=str(path), data_files={"train": str(path)})
-    return Tables(splits, roots=(str(path.parent),))
+    # Under a plain name: in that of the file, `datasets` would look for a pattern.
+    plain = Path(_private_cache()) / f"{len(os.listdir(_private_cache()))}{path.suffix}"
+    plain.symlink_to(path)
+    splits = _load(builders[path.suffix], data_files={"train": str(plain)}, said=str(path))
+    return Tables(splits, roots=(str(path.parent), str(plain.parent)))
 
 
 def _read_folder(folder: Path, image_column: str | None) -> Tables:
@@ -248,6 +280,12 @@ def _read_folder(folder: Path, image_column: str | None) -> Tables:
             "folders in their place."
         )
     files = [file for file in below if file.is_file() and not _is_hidden(file.relative_to(folder))]
+    unreadable = sum(not _is_utf8(str(file)) for file in files)
+    if unreadable:
+        raise ValueError(
+            f"data set {str(folder)!r} has {unreadable} files whose names are not UTF-8, as old "
+            "archives have them; rename them, for instance with `convmv --notest -t utf-8`."
+        )
     if not files:
         raise ValueError(
             f"data set {str(folder)!r} is a folder without files; put images into folders of their "
@@ -275,6 +313,14 @@ def _read_folder(folder: Path, image_column: str | None) -> Tables:
     return Tables(read.splits, tuple(_ignored(files, read.splits)), (*read.roots, *roots))
 
 
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _is_image(file: Path) -> bool:
     """Whether Pillow or pydicom may read it; DICOM files often have no suffix, or a number."""
     return file.suffix.lower() in (*_pillow_suffixes(), *DICOM_SUFFIXES) or is_dicom_file(file)
@@ -294,6 +340,7 @@ def _read_parquet(folder: Path) -> Splits:
     """
     from datasets.data_files import DataFilesDict, get_data_patterns
 
+    _check_plain(str(folder))
     found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     splits: Splits = {}
     for split, files in found.items():
@@ -472,22 +519,22 @@ def _read_table(table: Path, image_column: str | None) -> tuple["datasets.Datase
         if isinstance(feature, datasets.Value) and feature.dtype.endswith("string")
     ]
     values = {column: column_values(split, column) for column in columns}
-    folders = {
-        column: next(filter(None, (_folder_of(path, table) for path in _first(texts))), None)
+    places = {
+        column: next(filter(None, (_place_of(path, table) for path in _first(texts))), None)
         for column, texts in values.items()
     }
     if image_column == "image" and "image" not in columns:
         image_column = "file_name"  # which is called so below
-    chosen = [column for column in columns if folders[column] is not None]
+    chosen = [column for column in columns if places[column] is not None]
     if image_column in columns or "file_name" in chosen:
         chosen = [image_column if image_column in columns else "file_name"]
     elif not chosen:  # files that are missing are said to be, where their names say what they are
         chosen = [c for c in columns if any(map(_has_image_suffix, _first(values[c])))]
     root = table.parent
     for column in chosen:
-        root = folders[column] or table.parent
+        root, suffix = places[column] or (table.parent, "")
         name = "image" if column == "file_name" and "image" not in columns else column
-        stored = [path and str(root / path) for path in values[column]]
+        stored = [path and f"{root / _with_slashes(path)}{suffix}" for path in values[column]]
         split = split.remove_columns(column).add_column(name, stored)
         split = split.cast_column(name, datasets.Image())
     return split, root
@@ -497,13 +544,20 @@ def _first(paths: list[str | None]) -> list[str]:
     return list(islice(filter(None, paths), FILES_TRIED))
 
 
-def _folder_of(path: str, table: Path) -> Path | None:
-    """Return the folder in which a path of a table is the file of an image."""
+def _place_of(path: str, table: Path) -> tuple[Path, str] | None:
+    """Return the folder in which a path of a table is the file of an image, and what it lacks."""
     for folder in (table.parent, table.parent.parent):
-        # unlike Path.is_file, this takes any text
-        if os.path.isfile(os.path.join(folder, path)) and _is_image(folder / path):
-            return folder
+        for suffix in ("", *USUAL_SUFFIXES):
+            # unlike Path.is_file, this takes any text
+            file = os.path.join(folder, _with_slashes(path) + suffix)
+            if os.path.isfile(file) and _is_image(Path(file)):
+                return folder, suffix
     return None
+
+
+def _with_slashes(path: str) -> str:
+    """A path as another system writes it, with this one's separators."""
+    return path.replace("\\", "/") if os.sep == "/" else path
 
 
 def _has_image_suffix(path: str) -> bool:
