@@ -4,9 +4,12 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # Files of tests that run at a time, each on one thread.
 WORKERS ?= 2
+# Rooms whose tests start no interpreter and train next to nothing.
+FAST := accounting architecture arguments cli docs filters ledger mechanism metrics model_card \
+	optim randomness release sampling secret_randomness spectral upstream
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install finetune test docs lint format types check clean
+.PHONY: help install finetune test test-fast docs lint format types check clean
 
 help:  ## Say what the targets do.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +29,10 @@ test: install  ## Run the tests, offline, on the CPU.
 
 docs: install  ## Make the pages that follow from the code.
 	HF_HUB_OFFLINE=1 $(BIN)/python docs/generate.py
+
+test-fast: install  ## Run the tests of single rooms, for the loop of editing.
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+		$(FAST:%=tests/test_%.py)
 
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .

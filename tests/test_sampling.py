@@ -52,6 +52,22 @@ def loader(
     )
 
 
+@pytest.fixture(autouse=True)
+def no_worker_is_left(monkeypatch):
+    """A loader that nobody closes waits seconds for its workers when it is collected."""
+    made = []
+    start = LogicalBatchLoader.__init__
+
+    def noted(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(LogicalBatchLoader, "__init__", noted)
+    yield
+    for each in made:
+        each.close()
+
+
 def keys_of(batches):
     """Per logical batch, its keys in order."""
     return [[key for physical in batch for key in physical.inputs] for batch in batches]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import EvalPrediction, PreTrainedModel
 
@@ -25,6 +26,8 @@ from hf_dpmuon.training.losses import RowMeanLoss
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = ["Inputs"]
+
+Metrics = Callable[[EvalPrediction], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Inputs:
         eval_dataset: Any,
         data_collator: Callable[[list[Any]], Mapping[str, Tensor]] | None,
         processing_class: Any,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None,
+        compute_metrics: Metrics | None,
         units: PrivacyUnits | None,
         max_examples_per_unit: int,
         repeated_unit: RepeatedUnit | None,
@@ -106,9 +109,23 @@ class Inputs:
             repeated_unit=repeated_unit,
             earlier=folder.earlier_ledger,
         )
-        evaluations = EvaluationRecord(
-            compute_metrics or build_metrics(folder.label_names, multi_label=multi_label)
-        )
+        metrics = build_metrics(folder.label_names, multi_label=multi_label)
+        if not own_loss:
+            metrics = _with_loss(metrics, loss)
+        evaluations = EvaluationRecord(compute_metrics or metrics)
         row = template(train_dataset, collator)
         collator = RowWise(data_collator, head=head, stand_in=row)
         return cls(folder, collator, row, loss, evaluations, run)
+
+
+def _with_loss(metrics: Metrics, loss: RowMeanLoss) -> Metrics:
+    """Add the run's own loss over all rows; the base class averages over uneven batches."""
+
+    def computed(prediction: EvalPrediction) -> dict[str, float]:
+        found = metrics(prediction)
+        if not found:
+            return found
+        logits = torch.as_tensor(prediction.predictions).float()
+        return {**found, "loss": float(loss(logits, torch.as_tensor(prediction.label_ids)))}
+
+    return computed
