@@ -27,6 +27,16 @@ test: install  ## Run the tests, offline, on the CPU.
 docs: install  ## Make the pages that follow from the code.
 	HF_HUB_OFFLINE=1 $(BIN)/python docs/generate.py
 
+# A venv of its own for the newest pre-releases; it sees the torch of $(VENV) by a path file.
+upstream: install  ## Run the contract tests on the newest pre-releases of what we build on.
+	$(BIN)/python -m venv .venv-upstream
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-upstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	.venv-upstream/bin/python -m pip install --quiet --pre --upgrade \
+	  transformers accelerate opacus timm datasets
+	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-upstream/bin/python -m pytest -p no:xdist \
+	  tests/test_upstream.py tests/test_opacus_conformance.py
+
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,4 +51,4 @@ types: install  ## Check types.
 check: lint types test  ## All that CI runs.
 
 clean:  ## Remove what the targets made, but no outputs.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-upstream .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
