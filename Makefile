@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # Files of tests that run at a time, each on one thread.
 WORKERS ?= 2
 # Rooms whose tests start no interpreter and train next to nothing.
-FAST := accounting architecture arguments cli docs filters ledger mechanism metrics model_card \
-	optim randomness release sampling secret_randomness spectral upstream
+FAST := architecture arguments cli docs filters ledger mechanism metrics \
+	optim randomness sampling spectral upstream
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install finetune test test-fast docs lint format types check clean
@@ -34,6 +34,16 @@ test-fast: install  ## Run the tests of single rooms, for the loop of editing.
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 		$(FAST:%=tests/test_%.py)
 
+# A venv of its own for the newest pre-releases; it sees the torch of $(VENV) by a path file.
+upstream: install  ## Run the contract tests on the newest pre-releases of what we build on.
+	$(BIN)/python -m venv .venv-upstream
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-upstream/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	.venv-upstream/bin/python -m pip install --quiet --pre --upgrade \
+	  transformers accelerate opacus timm datasets
+	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-upstream/bin/python -m pytest -p no:xdist \
+	  tests/test_upstream.py tests/test_opacus_conformance.py
+
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +58,4 @@ types: install  ## Check types.
 check: lint types test  ## All that CI runs.
 
 clean:  ## Remove what the targets made, but no outputs.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-upstream .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -232,7 +232,7 @@ class LoopbackHub:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, *arguments],
             env=self.environment(home, token=token),
-            cwd=Path(__file__).parent,  # so that it can import conftest and the like
+            cwd=Path(__file__).parent,  # so that it can import support and the like
             capture_output=True,
             text=True,
             timeout=240,

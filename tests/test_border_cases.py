@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_vit
-from test_trainer import Images, arguments, trainer_of
+from support import Images, arguments, tiny_vit, trainer_of
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
@@ -239,7 +238,7 @@ def test_k201_what_a_tracker_writes_holds_no_secret_no_raw_loss_and_no_time(
 TRACKED = """
 import sys
 sys.path.insert(0, {tests!r})
-from test_trainer import trainer_of
+from support import trainer_of
 from pathlib import Path
 folder = Path({root!r}) / "run"
 trainer = trainer_of(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NUM_CLASSES, tiny_vit
-from test_trainer import Images, arguments, fails_to_train, trainer_of
+from support import NUM_CLASSES, Images, arguments, fails_to_train, tiny_vit, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from conftest import tiny_vit
+from support import tiny_vit
 from torch.nn import functional as F
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 

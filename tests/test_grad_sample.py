@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY_MODELS, tiny_deit, tiny_dinov2, tiny_timm_vit, tiny_vit
 from per_sample_oracle import (
     assert_matches,
     backward,
@@ -16,6 +15,7 @@ from per_sample_oracle import (
     random_batch,
     weighted_sum,
 )
+from support import TINY_MODELS, tiny_deit, tiny_dinov2, tiny_timm_vit, tiny_vit
 from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_dinov2, tiny_timm_vit, tiny_vit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from per_sample_oracle import (
@@ -23,7 +22,7 @@ from per_sample_oracle import (
     trainable,
     weighted_sum,
 )
-from test_trainer import trainer_of
+from support import tiny_dinov2, tiny_timm_vit, tiny_vit, trainer_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

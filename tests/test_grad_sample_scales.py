@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_timm_vit, tiny_vit
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import tiny_timm_vit, tiny_vit
 from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import ENGINES, PerSampleEngine

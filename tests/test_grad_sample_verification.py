@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TINY_MODELS
 from per_sample_oracle import logits_of, random_batch, summed_loss
+from support import TINY_MODELS
 from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import (

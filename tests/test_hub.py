@@ -27,8 +27,8 @@ import torch
 from huggingface_hub import HfApi, constants
 from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
+from support import Images, arguments, as_loaded, trainer_of
 from test_processes import in_processes
-from test_trainer import Images, arguments, as_loaded, trainer_of
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
@@ -118,8 +118,8 @@ def announced(server: LoopbackHub) -> set[str]:
 
 RUN = """
 import json, sys
-import huggingface_hub.constants  # before conftest goes offline
-import conftest, test_trainer, torch
+import huggingface_hub.constants  # before support goes offline
+import support, torch
 from pathlib import Path
 from PIL import Image
 from transformers import AutoModelForImageClassification, ViTImageProcessor, pipeline
@@ -127,11 +127,11 @@ from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.trainer import DPTrainer
 
-class Patients(test_trainer.Images):
+class Patients(support.Images):
     def __getitem__(self, row):
         return {**super().__getitem__(row), "patient": f"MRN-00471{row:02d}"}
 
-model = conftest.tiny_vit()
+model = support.tiny_vit()
 names = ("benign", "malignant", "unclear")
 model.config.id2label = dict(enumerate(names))
 model.config.label2id = {name: i for i, name in enumerate(names)}
@@ -139,7 +139,7 @@ processor = ViTImageProcessor(size={"height": 8, "width": 8})
 image_format = ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear")
 loaded = LoadedModel(model, image_format, processor, "transformers", names, ())
 folder = Path(sys.argv[1])
-args = test_trainer.arguments(
+args = support.arguments(
     folder, noise_seed=None, push_to_hub=True, save_strategy="steps", save_steps=1, max_steps=3,
     report_nonprivate_loss=True, seed=424242,
 )

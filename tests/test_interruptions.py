@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from test_trainer import DPTrainer, largest_difference, trainer_of, weights
+from support import DPTrainer, largest_difference, trainer_of, weights
 
 from hf_dpmuon import optim, sampling
 from hf_dpmuon import run as run_room

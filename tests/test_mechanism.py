@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import fixed_noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.optimizers import DPOptimizer
 from scipy import stats
+from support import fixed_noise
 from torch import Tensor, nn
 
 from hf_dpmuon.accounting import NoiseEvent

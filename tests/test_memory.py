@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from test_trainer import Images, trainer_of
+from support import Images, trainer_of
 
 
 class Endless(Images):

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import fixed_draw, fixed_noise, tiny_vit
-from test_trainer import Images, N, largest_difference, trainer_of, weights
+from support import (
+    Images,
+    N,
+    fixed_draw,
+    fixed_noise,
+    largest_difference,
+    tiny_vit,
+    trainer_of,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from PIL import Image
-from test_trainer import Images, tiny_vit, trainer_of
+from support import Images, tiny_vit, trainer_of
 from transformers import ViTForImageClassification
 
 from hf_dpmuon.accounting import NoiseEvent, epsilon_bound

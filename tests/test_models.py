@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import TINY_MODELS, tiny_dinov2, tiny_timm_vit, tiny_vit
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from support import TINY_MODELS, tiny_dinov2, tiny_timm_vit, tiny_vit
 from torch import nn
 from transformers import (
     AutoImageProcessor,

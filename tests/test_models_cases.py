@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from conftest import tiny_timm_vit, tiny_vit
 from per_sample_oracle import assert_matches, backward, loop_of_one, random_batch
+from support import tiny_timm_vit, tiny_vit
 from test_engine_choice import Noise
 from torch import Tensor, nn
 from transformers import (

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import TINY_MODELS, tiny_vit
+from support import TINY_MODELS, tiny_vit
 from torch import nn
 from torch.optim import _muon
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from conftest import fixed_draw, tiny_vit
-from test_trainer import Images, N, Spy, largest_difference, trainer_of, weights
+from support import Images, N, Spy, fixed_draw, largest_difference, tiny_vit, trainer_of, weights
 
 from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger

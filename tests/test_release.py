@@ -11,8 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_vit
-from test_trainer import Images, Spy, checkpointed, keys_of, largest_difference, trainer_of, weights
+from support import (
+    Images,
+    Spy,
+    checkpointed,
+    keys_of,
+    largest_difference,
+    tiny_vit,
+    trainer_of,
+    weights,
+)
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback
 from transformers.optimization import GreedyLR

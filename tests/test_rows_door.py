@@ -11,9 +11,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_vit
 from PIL import Image
-from test_trainer import Images, arguments, largest_difference, trainer_of, weights
+from support import Images, arguments, largest_difference, tiny_vit, trainer_of, weights
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_vit
+from support import tiny_vit
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset
 

@@ -7,17 +7,33 @@ import math
 import os
 import shutil
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from conftest import NUM_CLASSES, TINY_MODELS, fixed_draw, fixed_noise, tiny_dinov2, tiny_vit
+from support import (
+    TINY_MODELS,
+    Images,
+    N,
+    Recording,
+    Spy,
+    arguments,
+    as_loaded,
+    checkpointed,
+    fails_to_train,
+    fixed_draw,
+    fixed_noise,
+    keys_of,
+    largest_difference,
+    tiny_dinov2,
+    tiny_vit,
+    trainer_of,
+    weights,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForImageClassification,
     EarlyStoppingCallback,
@@ -26,113 +42,11 @@ from transformers import (
 )
 
 from hf_dpmuon.accounting import SampledGaussian, compute_epsilon, epsilon_bound
-from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.data import ImageExamples, ImageFormat
+from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.ledger import PrivacyLedger
-from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
-
-N = 24
-
-
-class Images(Dataset[dict[str, Any]]):
-    """Random images of three classes; a patient's name rides along and must stay behind."""
-
-    def __init__(self, size: int = N, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.pixels = torch.randn(size, 3, 8, 8, generator=generator)
-        self.labels = torch.randint(0, NUM_CLASSES, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {
-            "pixel_values": self.pixels[row],
-            "labels": self.labels[row],
-            "patient": f"patient-{row}",
-        }
-
-
-def arguments(folder: Path, **settings: Any) -> DPTrainingArguments:
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "noise_multiplier": 1.0,
-        "logical_batch_size": 8,
-        "per_device_train_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 0.1,
-        "vector_learning_rate": 0.1,
-        "noise_seed": 7,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
-    return DPTrainingArguments(**{**defaults, **settings})
-
-
-def trainer_of(folder: Path, model: nn.Module | None = None, **settings: Any) -> DPTrainer:
-    kind = settings.pop("kind", DPTrainer)
-    extra = {k: settings.pop(k) for k in ("optimizers", "callbacks") if k in settings}
-    train_dataset = settings.pop("train_dataset") if "train_dataset" in settings else Images()
-    return kind(
-        tiny_vit() if model is None else model,
-        arguments(folder, **settings),
-        train_dataset=train_dataset,
-        eval_dataset=Images(10, seed=1),
-        **extra,
-    )
-
-
-def as_loaded(model: nn.Module) -> LoadedModel:
-    """What load_model returns for a timm model."""
-    return LoadedModel(
-        model=model,
-        image_format=ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear"),
-        processor=None,
-        library="timm",
-        label_names=("a", "b", "c"),
-        notes=(),
-    )
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n] - b[n]).abs().max()) for n in a)
-
-
-class Spy(DPTrainer):
-    """Keeps what training_step left behind, just as the base class would see it."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.releases: list[dict[str, Tensor]] = []
-        self.ledger_lengths: list[int] = []
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        before = weights(self.model)
-        loss = super().training_step(*args, **kwargs)
-        assert largest_difference(before, weights(self.model)) == 0
-        for p in self.model.parameters():
-            assert p.grad_sample is None
-        for holder in (*self.model.modules(), self.model_wrapped, *self.model.parameters()):
-            kept = {"activations", "_current_grad_sample", "_uses", "_outputs", "_norms"}
-            assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
-        assert all(float(s.abs().max()) == 0 for s in self._step.mechanism._sums.values())
-        self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
-        self.ledger_lengths.append(self.count_records())
-        return loss
-
-    def count_records(self) -> int:
-        return len(PrivacyLedger.load(self.privacy_run.folder / "privacy_ledger.jsonl"))
-
 
 # ---- the step ----
 
@@ -702,23 +616,6 @@ def test_a_timm_model_resumes_and_reloads_through_timm(tmp_path):
     assert torch.equal(loaded.eval()(x), second.model.eval()(x))
 
 
-def checkpointed(folder: Path, **settings: Any) -> Path:
-    trainer_of(folder, save_strategy="steps", save_steps=2, **settings).train()
-    return folder / "checkpoint-2"
-
-
-class Recording(Images):
-    """Keeps which rows were asked for."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.asked: list[int] = []
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        self.asked.append(row)
-        return super().__getitem__(row)
-
-
 def test_a_run_that_departs_from_an_interrupted_one_draws_samples_and_noise_afresh(tmp_path):
     # Two releases on one draw of samples cost more than two on independent draws.
     checkpointed(tmp_path, noise_seed=None)
@@ -839,10 +736,6 @@ def test_a_new_run_in_a_used_folder_is_refused(tmp_path):
 def test_resume_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint"):
         trainer_of(tmp_path).train(resume_from_checkpoint=True)
-
-
-def keys_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.secrets")
 
 
 def test_keys_are_readable_by_their_owner_only_and_beside_the_output_folder(tmp_path):
@@ -984,14 +877,6 @@ def test_bf16_weights_are_refused(tmp_path):
 
 
 # ---- refusals at set-up ----
-
-
-def fails_to_train(trainer: DPTrainer, message: str) -> None:
-    """It refuses, and nothing was written or spent."""
-    with pytest.raises(ValueError, match=message):
-        trainer.train()
-    assert trainer.ledger is None
-    assert not Path(trainer.args.output_dir, "privacy_ledger.jsonl").exists()
 
 
 class ContrastiveTrainer(DPTrainer):

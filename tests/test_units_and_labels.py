@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NUM_CLASSES, tiny_vit
+from support import NUM_CLASSES, tiny_vit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset

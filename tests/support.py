@@ -1,0 +1,309 @@
+"""What tests share: tiny random models, data, trainers and their oracles, all offline."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it is imported
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    Dinov2Config,
+    Dinov2ForImageClassification,
+    PreTrainedModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.ledger import PrivacyLedger
+from hf_dpmuon.models import LoadedModel
+from hf_dpmuon.trainer import DPTrainer
+
+NUM_CLASSES = 3
+
+
+def _hf(config: type, model: type[PreTrainedModel], *, seed: int, **settings: object) -> nn.Module:
+    torch.manual_seed(seed)
+    return _randomise(
+        model(
+            config(
+                **{
+                    "hidden_size": 16,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 32,
+                    "image_size": 8,
+                    "patch_size": 4,
+                    "num_labels": NUM_CLASSES,
+                    **settings,
+                }
+            )
+        )
+    )
+
+
+def _randomise(model: nn.Module) -> nn.Module:
+    """Move tokens, scales and biases off the zeros and ones at which faults would hide."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def tiny_vit(
+    *, image_size: int = 8, num_channels: int = 3, dropout: float = 0.0, seed: int = 0
+) -> nn.Module:
+    """HF ViT of 2 blocks and width 16, with 4-pixel patches."""
+    return _hf(
+        ViTConfig,
+        ViTForImageClassification,
+        seed=seed,
+        image_size=image_size,
+        num_channels=num_channels,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+
+
+def tiny_deit(
+    *, image_size: int = 8, num_channels: int = 3, dropout: float = 0.0, seed: int = 0
+) -> nn.Module:
+    """HF DeiT, which adds a distillation token."""
+    return _hf(
+        DeiTConfig,
+        DeiTForImageClassification,
+        seed=seed,
+        image_size=image_size,
+        num_channels=num_channels,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+
+
+def tiny_dinov2(
+    *,
+    image_size: int = 8,
+    num_channels: int = 3,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    use_mask_token: bool = False,
+    seed: int = 0,
+) -> nn.Module:
+    """HF DINOv2, which adds LayerScale and, if asked, a mask token that nothing reads."""
+    return _hf(
+        Dinov2Config,
+        Dinov2ForImageClassification,
+        seed=seed,
+        image_size=image_size,
+        num_channels=num_channels,
+        mlp_ratio=2,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        drop_path_rate=drop_path,
+        use_mask_token=use_mask_token,
+    )
+
+
+def tiny_timm_vit(
+    *,
+    image_size: int = 8,
+    num_channels: int = 3,
+    dropout: float = 0.0,
+    drop_path: float = 0.0,
+    seed: int = 0,
+) -> nn.Module:
+    """ViT of timm, which adds register tokens, LayerScale and a fused qkv."""
+    import timm
+
+    torch.manual_seed(seed)
+    return _randomise(
+        timm.create_model(
+            "vit_tiny_patch16_224",
+            img_size=image_size,
+            patch_size=4,
+            in_chans=num_channels,
+            embed_dim=16,
+            depth=2,
+            num_heads=2,
+            mlp_ratio=2,
+            num_classes=NUM_CLASSES,
+            init_values=0.5,
+            reg_tokens=2,
+            drop_rate=dropout,
+            proj_drop_rate=dropout,
+            pos_drop_rate=dropout,
+            attn_drop_rate=dropout,
+            drop_path_rate=drop_path,
+        )
+    )
+
+
+TINY_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "vit": tiny_vit,
+    "deit": tiny_deit,
+    "dinov2": tiny_dinov2,
+    "timm_vit": tiny_timm_vit,
+}
+
+
+def fixed_draw(
+    num_units: int, *, seed: int, step: int, sample_rate: float
+) -> tuple[np.ndarray, np.random.Generator]:
+    """The units of a step of a run with ``noise_seed``, and the generator that drew them."""
+    from hf_dpmuon.randomness import keyed_generator
+    from hf_dpmuon.sampling import PoissonSampler
+
+    generator = keyed_generator(seed.to_bytes(32, "big"), b"sampling", str(step).encode())
+    return PoissonSampler(num_units, sample_rate=sample_rate).draw(generator), generator
+
+
+def fixed_noise(
+    parameter: str, shape: torch.Size, *, seed: int, step: int, sigma: float, C: float, batch: float
+) -> torch.Tensor:
+    """The standard normal noise of a parameter in a run with ``noise_seed``."""
+    from hf_dpmuon.randomness import keyed_generator
+
+    material = (seed.to_bytes(32, "big"), f"{step} {sigma} {C} {batch}".encode(), b"")
+    generator = keyed_generator(*material, parameter.encode())
+    return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
+
+
+N = 24
+
+
+class Images(Dataset[dict[str, Any]]):
+    """Random images of three classes; a patient's name rides along and must stay behind."""
+
+    def __init__(self, size: int = N, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.pixels = torch.randn(size, 3, 8, 8, generator=generator)
+        self.labels = torch.randint(0, NUM_CLASSES, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {
+            "pixel_values": self.pixels[row],
+            "labels": self.labels[row],
+            "patient": f"patient-{row}",
+        }
+
+
+def arguments(folder: Path, **settings: Any) -> DPTrainingArguments:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder),
+        "noise_multiplier": 1.0,
+        "logical_batch_size": 8,
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.1,
+        "vector_learning_rate": 0.1,
+        "noise_seed": 7,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
+    return DPTrainingArguments(**{**defaults, **settings})
+
+
+def trainer_of(folder: Path, model: nn.Module | None = None, **settings: Any) -> DPTrainer:
+    kind = settings.pop("kind", DPTrainer)
+    extra = {k: settings.pop(k) for k in ("optimizers", "callbacks") if k in settings}
+    train_dataset = settings.pop("train_dataset") if "train_dataset" in settings else Images()
+    return kind(
+        tiny_vit() if model is None else model,
+        arguments(folder, **settings),
+        train_dataset=train_dataset,
+        eval_dataset=Images(10, seed=1),
+        **extra,
+    )
+
+
+def as_loaded(model: nn.Module) -> LoadedModel:
+    """What load_model returns for a timm model."""
+    return LoadedModel(
+        model=model,
+        image_format=ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear"),
+        processor=None,
+        library="timm",
+        label_names=("a", "b", "c"),
+        notes=(),
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+class Spy(DPTrainer):
+    """Keeps what training_step left behind, just as the base class would see it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.releases: list[dict[str, Tensor]] = []
+        self.ledger_lengths: list[int] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        before = weights(self.model)
+        loss = super().training_step(*args, **kwargs)
+        assert largest_difference(before, weights(self.model)) == 0
+        for p in self.model.parameters():
+            assert p.grad_sample is None
+        for holder in (*self.model.modules(), self.model_wrapped, *self.model.parameters()):
+            kept = {"activations", "_current_grad_sample", "_uses", "_outputs", "_norms"}
+            assert not any(vars(holder)[key] for key in vars(holder).keys() & kept)
+        assert all(float(s.abs().max()) == 0 for s in self._step.mechanism._sums.values())
+        self.releases.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
+        self.ledger_lengths.append(self.count_records())
+        return loss
+
+    def count_records(self) -> int:
+        return len(PrivacyLedger.load(self.privacy_run.folder / "privacy_ledger.jsonl"))
+
+
+def checkpointed(folder: Path, **settings: Any) -> Path:
+    trainer_of(folder, save_strategy="steps", save_steps=2, **settings).train()
+    return folder / "checkpoint-2"
+
+
+class Recording(Images):
+    """Keeps which rows were asked for."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: list[int] = []
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        self.asked.append(row)
+        return super().__getitem__(row)
+
+
+def keys_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.secrets")
+
+
+def fails_to_train(trainer: DPTrainer, message: str) -> None:
+    """It refuses, and nothing was written or spent."""
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.ledger is None
+    assert not Path(trainer.args.output_dir, "privacy_ledger.jsonl").exists()
