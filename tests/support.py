@@ -6,13 +6,18 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it is imported
 
-from collections.abc import Callable
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
+from per_sample_oracle import logits_of, random_batch, summed_loss
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -27,6 +32,7 @@ from transformers import (
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.grad_sample import PerSampleEngine, verify_per_sample_gradients
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.trainer import DPTrainer
@@ -307,3 +313,96 @@ def fails_to_train(trainer: DPTrainer, message: str) -> None:
         trainer.train()
     assert trainer.ledger is None
     assert not Path(trainer.args.output_dir, "privacy_ledger.jsonl").exists()
+
+
+WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
+
+
+def in_processes(world_size: int, work: Callable[[int], Any]) -> list[Any]:
+    """Fork processes that form a group over gloo; return what ``work`` returned in each."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def child(rank: int) -> None:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            ACCELERATE_USE_CPU="true",
+        )
+        torch.set_num_threads(1)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            results.put((rank, work(rank), None))
+        except BaseException:
+            results.put((rank, None, traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+    processes = [context.Process(target=child, args=(rank,)) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    try:
+        collected = [results.get(timeout=WATCHDOG) for _ in processes]
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            process.kill()
+    for _, _, error in collected:
+        assert error is None, error
+    return [result for _, result, _ in sorted(collected, key=lambda item: item[0])]
+
+
+class Noise(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {
+            "pixel_values": torch.randn(3, 8, 8, generator=generator),
+            "labels": torch.tensor(index % 3),
+        }
+
+
+IMAGES, LABELS = random_batch(5)
+
+
+def verify(engine: PerSampleEngine, *, images: Tensor = IMAGES) -> None:
+    def loss_of(model: nn.Module, rows: Sequence[int]) -> tuple[Tensor, int]:
+        selected = list(rows)
+        return summed_loss(logits_of(model(images[selected])), LABELS[selected]), len(selected)
+
+    verify_per_sample_gradients(engine, loss_of)
+
+
+class Middle(nn.Module):
+    """A classifier with a layer to be tested between two sound ones."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12)
+        self.layer = layer
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images.mean(-1).flatten(1)[:, :12])
+        return self.head(torch.tanh(self.layer(x)))
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], *, in_eval: bool = False) -> None:
+        super().__init__()
+        self.function = function
+        self.in_eval = in_eval
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) if self.training or self.in_eval else x

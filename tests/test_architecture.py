@@ -167,3 +167,16 @@ def test_optim_imports_torch_spectral_and_known_noise_only():
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_no_test_module_imports_from_another():
+    """Helpers are in `support` and in modules that hold no test."""
+    for path in Path(__file__).parent.glob("*.py"):
+        modules = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                modules.add(node.module or "")
+            elif isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+        others = {name for name in modules if name.startswith("test_") or name == "conftest"}
+        assert not others, f"{path.name} imports {others}"

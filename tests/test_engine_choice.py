@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from support import tiny_vit
+from support import Noise, tiny_vit
 from torch.nn import functional as F
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
@@ -78,18 +78,6 @@ def test_the_limit_of_a_container_counts(tmp_path, monkeypatch):
     assert free_bytes(torch.device("cpu")) == 400
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(torch.device("cpu")) > 400
-
-
-class Noise(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return {
-            "pixel_values": torch.randn(3, 8, 8, generator=generator),
-            "labels": torch.tensor(index % 3),
-        }
 
 
 @pytest.fixture

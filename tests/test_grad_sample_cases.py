@@ -13,7 +13,7 @@ from per_sample_oracle import (
     summed_loss,
     trainable,
 )
-from test_grad_sample_verification import Lambda, Middle, verify
+from support import Lambda, Middle, verify
 from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import (

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from per_sample_oracle import logits_of, random_batch, summed_loss
-from support import TINY_MODELS
+from per_sample_oracle import logits_of, summed_loss
+from support import IMAGES, LABELS, TINY_MODELS, Lambda, Middle, verify
 from torch import Tensor, nn
 
 from hf_dpmuon.grad_sample import (
@@ -17,39 +17,6 @@ from hf_dpmuon.grad_sample import (
 )
 
 all_engines = pytest.mark.parametrize("engine_class", ENGINES.values(), ids=ENGINES)
-IMAGES, LABELS = random_batch(5)
-
-
-def verify(engine: PerSampleEngine, *, images: Tensor = IMAGES) -> None:
-    def loss_of(model: nn.Module, rows: Sequence[int]) -> tuple[Tensor, int]:
-        selected = list(rows)
-        return summed_loss(logits_of(model(images[selected])), LABELS[selected]), len(selected)
-
-    verify_per_sample_gradients(engine, loss_of)
-
-
-class Middle(nn.Module):
-    """A classifier with a layer to be tested between two sound ones."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(12, 12)
-        self.layer = layer
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.first(images.mean(-1).flatten(1)[:, :12])
-        return self.head(torch.tanh(self.layer(x)))
-
-
-class Lambda(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor], *, in_eval: bool = False) -> None:
-        super().__init__()
-        self.function = function
-        self.in_eval = in_eval
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x) if self.training or self.in_eval else x
 
 
 @all_engines

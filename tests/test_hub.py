@@ -27,8 +27,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
-from support import Images, arguments, as_loaded, trainer_of
-from test_processes import in_processes
+from support import Images, arguments, as_loaded, in_processes, trainer_of
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,

@@ -8,8 +8,7 @@ import pytest
 import timm
 import torch
 from per_sample_oracle import assert_matches, backward, loop_of_one, random_batch
-from support import tiny_timm_vit, tiny_vit
-from test_engine_choice import Noise
+from support import Noise, tiny_timm_vit, tiny_vit
 from torch import Tensor, nn
 from transformers import (
     AutoModelForImageClassification,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,57 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from support import Images, N, Spy, fixed_draw, largest_difference, tiny_vit, trainer_of, weights
+from support import (
+    Images,
+    N,
+    Spy,
+    fixed_draw,
+    in_processes,
+    largest_difference,
+    tiny_vit,
+    trainer_of,
+    weights,
+)
 
 from hf_dpmuon import optim
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.trainer import DPTrainer
-
-WATCHDOG = 120  # seconds: a collective that not all processes reach would wait for ever
-
-
-def in_processes(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    """Fork processes that form a group over gloo; return what ``work`` returned in each."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def child(rank: int) -> None:
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            ACCELERATE_USE_CPU="true",
-        )
-        torch.set_num_threads(1)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        try:
-            results.put((rank, work(rank), None))
-        except BaseException:
-            results.put((rank, None, traceback.format_exc()))
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-
-    processes = [context.Process(target=child, args=(rank,)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    try:
-        collected = [results.get(timeout=WATCHDOG) for _ in processes]
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            process.kill()
-    for _, _, error in collected:
-        assert error is None, error
-    return [result for _, result, _ in sorted(collected, key=lambda item: item[0])]
 
 
 def plain(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
