@@ -60,6 +60,9 @@ _MIDDLE_ORDERS = np.concatenate([np.arange(11, 110) / 10, np.arange(12.0, 64.0)]
 _QUARTERS = np.arange(5) / 4
 _LOWEST_BLOCK = -20  # order 1 + 1e-7, which serves an epsilon of about 1e8
 _HIGHEST_BLOCK = 12  # order 258,048, which serves an epsilon of about 1e-4
+# A log moment near 0 has lost digits of about this size; more draws would multiply it too far.
+_ROUNDING = 1e-14
+_MOST_STEPS = 10**10
 _LEAST_QUADRATURE_NOISE = 0.05  # below it the points of quadrature would be too many
 
 # Opacus holds about 9 arrays of this many float64 at its peak: 150 megabytes, one second.
@@ -94,8 +97,10 @@ class SampledGaussian:
             )
         if not 0 < self.sample_rate <= 1:
             raise ValueError(f"sample_rate={self.sample_rate} must be in (0, 1].")
-        if self.steps < 0 or self.steps != int(self.steps):
-            raise ValueError(f"steps={self.steps} must be a whole number >= 0.")
+        if not 0 <= self.steps <= _MOST_STEPS or self.steps != int(self.steps):
+            raise ValueError(
+                f"steps={self.steps} must be a whole number in [0, {_MOST_STEPS:.0e}]."
+            )
 
 
 @dataclass(frozen=True)
@@ -212,7 +217,7 @@ def _renyi_divergences(noise_multiplier: float, sample_rate: float, block: int) 
     log_moments = np.empty_like(orders)
     log_moments[whole] = [_binomial(noise_multiplier, sample_rate, a) for a in orders[whole]]
     log_moments[~whole] = _between(noise_multiplier, sample_rate, orders[~whole])
-    bounded: FloatArray = np.clip(log_moments / (orders - 1), 0, gaussian)
+    bounded: FloatArray = np.clip((log_moments + _ROUNDING) / (orders - 1), 0, gaussian)
     return bounded
 
 
@@ -369,7 +374,9 @@ def pld_epsilon(
                 + count * math.log(q)
                 + (group_size - count) * math.log1p(-q)
             )
-            draw = dp_accounting.MixtureOfGaussiansDpEvent(s, count, shares / shares.sum())
+            draw = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(
+                s, count.tolist(), (shares / shares.sum()).tolist()
+            )
         accountant.compose(draw, event.steps)
     return max(0.0, float(accountant.get_epsilon(delta)))
 

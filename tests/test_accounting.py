@@ -2,10 +2,13 @@
 
 import itertools
 import math
+import sys
 import time
 import warnings
 from decimal import Decimal
 
+import dp_accounting
+import dp_accounting.pld
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -593,3 +596,55 @@ def test_a_number_of_few_digits_is_printed_as_it_is():
         "100 %",
         "100 %",
     ]
+
+
+# Google's accountant, the oracle
+
+
+PLD_CASES = [(0.6, 0.01, 200), (1.38, 1024 / 50_000, 2400), (2.0, 0.2, 50), (5.0, 1.0, 20)]
+
+
+def google(sigma, q, steps, delta=DELTA):
+    accountant = dp_accounting.pld.PLDAccountant(
+        dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+    )
+    draw = dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma))
+    accountant.compose(draw, steps)
+    return accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize(("sigma", "q", "steps"), PLD_CASES)
+def test_every_accountant_is_above_googles_and_pld_is_it(sigma, q, steps):
+    exact = google(sigma, q, steps)
+    assert epsilon(sigma, q, steps, accountant="pld") == pytest.approx(exact, rel=1e-3)
+    assert epsilon(sigma, q, steps) >= exact * (1 - 1e-4)
+    assert epsilon(sigma, q, steps, accountant="prv") >= exact * (1 - 1e-2)
+
+
+def test_the_exact_bound_of_a_group_is_below_that_by_rdp():
+    events = [SampledGaussian(1.38, 1024 / 50_000, 2400)]
+    by_rdp = group_epsilon(events, group_size=8, delta=DELTA)
+    exact = group_epsilon(events, group_size=8, delta=DELTA, accountant="pld")
+    assert exact == pytest.approx(51.5, abs=0.2)
+    assert by_rdp == pytest.approx(54.8, abs=0.1)
+    full = group_epsilon(
+        [SampledGaussian(4.0, 1.0, 3)], group_size=2, delta=DELTA, accountant="pld"
+    )
+    assert full == pytest.approx(exact_gaussian_epsilon(2 * math.sqrt(3) / 4, DELTA), rel=1e-2)
+
+
+def test_pld_without_its_extra_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match=r"accountant='pld' needs dp-accounting.*hf-dpmuon\[pld\]"):
+        epsilon(1.0, 0.017, 11, accountant="pld")
+
+
+@pytest.mark.parametrize("steps", [10**6, 10**8, 10**10])
+@pytest.mark.parametrize("shift", [0.3, 1.0, 4.0])
+def test_many_tiny_draws_cost_at_least_their_gaussian_limit(steps, shift):
+    """Log moments near 0 lose digits, which so many steps would multiply."""
+    q = 0.02
+    sigma = q * math.sqrt(steps) / shift
+    assert epsilon(sigma, q, steps) >= exact_gaussian_epsilon(shift, DELTA) * (1 - 1e-6)
+    with pytest.raises(ValueError, match="steps="):
+        epsilon(sigma, q, 10**10 + 1)
