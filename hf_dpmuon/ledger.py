@@ -225,12 +225,16 @@ class PrivacyLedger:
         return epsilon_bound(segments, delta=facts.delta, accountant=facts.accountant)
 
     def group_epsilon(self, group_size: int) -> float:
-        """Returns epsilon, by RDP, for ``group_size`` units together, at the last run's delta.
+        """Returns epsilon for ``group_size`` units together, at the last run's delta.
 
         Raises:
             ValueError: The ledger holds no run, or ``group_size`` is below 1.
         """
-        return group_epsilon(self._segments, group_size=group_size, delta=self._facts.delta)
+        facts = self._facts
+        accountant = "pld" if facts.accountant == "pld" else "rdp"
+        return group_epsilon(
+            self._segments, group_size=group_size, delta=facts.delta, accountant=accountant
+        )
 
     @property
     def guarantee(self) -> bool:
