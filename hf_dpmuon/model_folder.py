@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS = ("momentum", "betas", "eps", "weight_decay")  # of an optimizer, if they have an effect
 
-# Of the Hub, timm or this package.
+# A name of the Hub, of timm or of this package.
 PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
 
 

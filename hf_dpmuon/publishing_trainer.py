@@ -66,7 +66,7 @@ class PublishingTrainer(Trainer):
 
     @property
     def eval_metrics(self) -> dict[str, float]:
-        """Of the last evaluation of ``eval_dataset``, as the card has them."""
+        """Metrics of the last evaluation of ``eval_dataset``, as the card has them."""
         return self.evaluations.metrics
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -57,7 +57,7 @@ def _fold(text: str) -> str:
 
 @runtime_checkable
 class _Array(Protocol):
-    """Of numpy, torch, Arrow or pandas."""
+    """An array of numpy, torch, Arrow or pandas."""
 
     def tolist(self) -> Any: ...
 

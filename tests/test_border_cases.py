@@ -137,7 +137,7 @@ def test_k262_a_full_disk_ends_with_advice_that_holds(tmp_path, monkeypatch, fir
         (full if first or step == 4 else save)(checkpoint, step=step)
 
     monkeypatch.setattr(trainer.privacy_run, "save", sometimes)
-    advice = "start again with an output_dir that has room" if first else "resume_from_checkpoint"
+    advice = "start again with an output_dir that has space" if first else "resume_from_checkpoint"
     with pytest.raises(ValueError, match=f"No space left on device.*{advice}"):
         trainer.train()
     if not first:  # the advice holds

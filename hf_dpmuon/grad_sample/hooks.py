@@ -34,7 +34,7 @@ __all__ = ["HooksGradSampleModule"]
 # Said of the first layer, whose input is the image; its output gradient is all that hooks need.
 warnings.filterwarnings("ignore", message="Full backward hook is firing when gradients are comp")
 
-# Of the sum of the samples' norms: what rounding to bfloat16 may take from their sum. A use of a
+# What rounding to bfloat16 may take from the samples' sum, as a share of their norms. A use of a
 # weight that makes less is found only by the check before a run.
 SUM_TOLERANCE = 1 / 32
 WHOLE_TOLERANCE = 1e-4  # of all parameters, for those whose own gradient is nothing but rounding

@@ -415,7 +415,7 @@ class ParameterInterception(TorchFunctionMode):
     def _linear(
         self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        """Of y_t = W a_t + b: W's gradient is sum_t g_t a_t^T, b's is sum_t g_t."""
+        """Gradients of y_t = W a_t + b: W's gradient is sum_t g_t a_t^T, b's is sum_t g_t."""
         weighs, shifts = self._is_shared(weight), bias is not None and self._is_shared(bias)
         if weight.dim() != 2:
             raise self._no_rule(func, [t for t in (weight, bias) if t is not None])
@@ -733,7 +733,7 @@ def _each(value: int | Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
 
 
 def _same_padding(kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """Of padding="same", in the order of ``F.pad``: last dimension first, left before right."""
+    """Widths of padding="same", as ``F.pad`` has them: last dimension first, left before right."""
     totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
     return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
 

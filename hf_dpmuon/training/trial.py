@@ -35,7 +35,7 @@ __all__ = ["Trial", "build_engine"]
 logger = logging.getLogger(__name__)
 
 MOST_ROWS_TRIED = 256  # when a loss is verified
-# Of what grad_sample_mode="auto" measures: kernels take storage of their own.
+# On top of what grad_sample_mode="auto" measures, since kernels take storage of their own.
 MEMORY_MARGIN = 1.2
 # Sums, noise, gradients, and two of the optimizer, each as large as all trainable parameters.
 LASTING_COPIES = 5
