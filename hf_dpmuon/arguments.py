@@ -391,10 +391,11 @@ def parse_arguments(
         words = [word for part in parts for word in part.words]
         _, left = parser.parse_known_args(words)
         if left:
-            raise ValueError(parsing.unknown(parsing.option_of(left[0]), known, "command line"))
+            word = left[0].lstrip("-").split("=")[0]
+            raise ValueError(parsing.unknown(word, known, "command line"))
         *groups, _ = parser.parse_args_into_dataclasses(args=words, look_for_args_file=False)
     except argparse.ArgumentError as error:
-        raise ValueError(f"{error}.") from error
+        raise ValueError(f"{str(error).rstrip('.')}.") from error
     model, data, training = groups
     if data.eval_fraction is not None and training.public_eval_split:
         raise ValueError(

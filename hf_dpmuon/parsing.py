@@ -202,6 +202,7 @@ def _as_words(key: str, value: Any) -> list[str]:
 
 def unknown(key: str, known: set[str], where: str) -> str:
     """A sentence about an unknown option, with the one that may be meant."""
-    close = [OTHER_NAMES[key]] if key in OTHER_NAMES else difflib.get_close_matches(key, known, n=1)
+    meant = OTHER_NAMES.get(option_of(key))
+    close = [meant] if meant is not None else difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "see --help for the known ones."
     return f"unknown option {key!r} in {where}: {hint}"

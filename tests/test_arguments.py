@@ -360,6 +360,7 @@ def test_k230_every_spelling_of_an_option_wins_over_the_file(tmp_path, words):
         ("--sigma=1", "noise_multiplier"),
         ("--batch-size=8", "logical_batch_size"),
         ("--adjust_lr=paper", "adjust_lr_fn"),
+        ("--num_train-epochs=2", "num_train_epochs"),
     ],
 )
 def test_k269_what_people_write_is_told_by_its_name_here(word, meant):

@@ -91,6 +91,24 @@ def test_k253_arguments_without_a_price_are_refused(args):
     assert "\n" not in str(refusal.value)
 
 
+def test_every_group_is_warmed_up(tmp_path):
+    """A mutant that leaves the vectors out of the schedule fails here."""
+    rates = []
+
+    class Rates(DPTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            rates.append([group["lr"] for group in self.optimizer.param_groups])
+            return super().training_step(*args, **kwargs)
+
+    settings = {"learning_rate": 0.1, "vector_learning_rate": 0.3, "warmup_steps": 0.3}
+    trainer_of(tmp_path, kind=Rates, dp_optimizer="muon", max_steps=10, **settings).train()
+    assert len(rates[0]) > 1
+    for of_step in rates:
+        matrices, vectors = of_step[0], of_step[-1]
+        assert vectors == pytest.approx(3 * matrices)
+    assert rates[0][-1] == pytest.approx(0.3 / 4)
+
+
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_k254_schedules_that_know_no_warm_up_work_with_the_default_one(tmp_path, schedule):
     trainer = trainer_of(

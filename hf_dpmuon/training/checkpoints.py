@@ -81,8 +81,8 @@ def staged(folder: Path, name: str, *, is_main: bool) -> Iterator[Path]:
         ) or "the disk took only a part of it"
         if get_last_checkpoint(str(folder)) is None:
             advice = (
-                "start again with an output_dir that has space: this run has no checkpoint to go on "
-                "from, and its ledger keeps what was spent"
+                "start again with an output_dir that has space: this run has no checkpoint to go "
+                "on from, and its ledger keeps what was spent"
             )
         else:
             advice = (
