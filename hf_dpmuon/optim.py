@@ -564,6 +564,7 @@ class DPMuon(_MatrixOptimizer):
         ns_coefficients: Name of a coefficient table, or one triple (a, b, c) for all steps.
         adjust_lr_fn: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
         spectral_map: Name of the direction; see ``spectral.spectral_map``.
+        eps: Norm below which the momentum is not normalised; see ``spectral.newton_schulz``.
         noise: Public level of the noise, for the maps that use it.
         ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
 
@@ -585,6 +586,7 @@ class DPMuon(_MatrixOptimizer):
         ns_coefficients: str | Triple = "quintic",
         adjust_lr_fn: str = "paper",
         spectral_map: str = "newton_schulz",
+        eps: float = 0.0,
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -598,12 +600,14 @@ class DPMuon(_MatrixOptimizer):
             "ns_coefficients": ns_coefficients,
             "adjust_lr_fn": adjust_lr_fn,
             "spectral_map": spectral_map,
+            "eps": eps,
         }
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         _check_name("spectral_map", group["spectral_map"], SPECTRAL_MAPS)
+        _check("eps", group["eps"], low=0.0)
         if group["spectral_map"] in NOISE_AWARE_MAPS and self.noise is None:
             raise ValueError(
                 f"spectral_map={group['spectral_map']!r} needs noise=KnownNoise(std), the known "
@@ -616,7 +620,7 @@ class DPMuon(_MatrixOptimizer):
         return response, partial(average_update, momentum=beta, nesterov=nesterov)
 
     def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
-        return partial(spectral_map, name=group["spectral_map"])
+        return partial(spectral_map, name=group["spectral_map"], eps=group["eps"])
 
 
 class DPMuonS(_MatrixOptimizer):

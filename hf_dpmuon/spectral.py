@@ -138,6 +138,7 @@ def newton_schulz(
     *,
     steps: int = 5,
     coefficients: str | Triple = "quintic",
+    eps: float = 0.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Approximate the polar factor U V^T of each matrix U S V^T by a quintic iteration.
@@ -146,6 +147,8 @@ def newton_schulz(
         matrix: Shape (..., m, n); leading dimensions are a batch of independent matrices.
         steps: Number of iterations, at least 1. More do not help with "quintic".
         coefficients: Name of a row of ``COEFFICIENTS``, or one triple for all steps.
+        eps: Frobenius norm below which a matrix is not brought up to norm 1, as in
+            ``torch.optim.Muon``; by default every matrix but zero is.
         dtype: Of the iteration: float32, or bfloat16 for speed on CUDA. Norms are float32.
 
     Returns:
@@ -166,7 +169,9 @@ def newton_schulz(
     if not matrix.numel():
         return matrix.clone()
     stack = matrix.flatten(0, -3) if matrix.ndim > 2 else matrix[None]
-    X, _ = _at_unit_norm(stack)
+    X, norm = _at_unit_norm(stack)
+    if eps > 0:
+        X.mul_((norm / norm.clamp(min=eps)).to(X.dtype))
     if table.safety != 1:
         X.div_(table.safety)
     return _iterate(X.to(dtype), triples).to(matrix.dtype).view(matrix.shape)
@@ -451,6 +456,7 @@ def spectral_map(
     name: str = "newton_schulz",
     steps: int = 5,
     coefficients: str | Triple = "quintic",
+    eps: float = 0.0,
     noise_std: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -477,6 +483,7 @@ def spectral_map(
         name: One of ``SPECTRAL_MAPS``.
         steps: Newton-Schulz iterations.
         coefficients: Table of newton_schulz.
+        eps: See ``newton_schulz``; of that map only.
         noise_std: s, known standard deviation of the noise in every entry of ``matrix``; needed by
             ``NOISE_AWARE_MAPS`` and ignored by the others.
         dtype: Of the Newton-Schulz iteration.
@@ -492,7 +499,7 @@ def spectral_map(
             f"spectral_map={name!r} must be one of {', '.join(sorted(SPECTRAL_MAPS))}."
         )
     if name == "newton_schulz":
-        return newton_schulz(matrix, steps=steps, coefficients=coefficients, dtype=dtype)
+        return newton_schulz(matrix, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
     if name == "polar_express":
         return newton_schulz(matrix, steps=steps, coefficients="polar_express", dtype=dtype)
     if name == "svd":

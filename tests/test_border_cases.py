@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import TrainingArguments
 
 from hf_dpmuon.optim import DPMuon
+from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
 
 ROOT = Path(__file__).parents[1]
@@ -202,7 +203,13 @@ def test_k265_names_of_torch_s_muon_are_taken():
         [{"params": [matrix]}],
         ns_coefficients=(3.4445, -4.7750, 2.0315),
         adjust_lr_fn="match_rms_adamw",
+        eps=1e-7,
     )
+    tiny = 1e-9 * torch.randn(4, 6)
+    lifted, left = newton_schulz(tiny), newton_schulz(tiny, eps=1e-7)
+    assert float(lifted.norm()) > 1
+    assert 0 < float(left.norm()) < 484.876 * float(tiny.norm()) / 1e-7 * 1.01  # slope at 0
+    assert torch.equal(newton_schulz(1e3 * tiny, eps=1e-7), newton_schulz(1e3 * tiny))
     named = DPMuon([{"params": [matrix]}], ns_coefficients="quintic")
     assert ours.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     assert named.param_groups[0]["ns_coefficients"] == "quintic"
