@@ -39,9 +39,10 @@ def test_k212_no_address_is_fetched(tmp_path: Path, address: str) -> None:
 def test_k213_folders_named_for_persons_are_no_classes(tmp_path: Path, name: str) -> None:
     names = [name.format(i) for i in range(10, 13)]
     class_folders(tmp_path, {f"mel/{folder}": 2 for folder in names})
-    with pytest.raises(ValueError, match=r"persons right above|public_class_names=True") as raised:
+    with pytest.raises(ValueError, match=r"ids or dates.*public_class_names=True") as raised:
         load_image_dataset(str(tmp_path))
     assert not any(folder in str(raised.value) for folder in names)
+    assert len(load_image_dataset(str(tmp_path), public_class_names=True).label_names) == 3
 
 
 def test_k213_a_class_for_nearly_every_row_is_refused_unless_declared(tmp_path: Path) -> None:

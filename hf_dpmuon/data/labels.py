@@ -142,11 +142,16 @@ def refuse_personal_names(labels: Labels, num_rows: int) -> None:
     count = len(labels.names)
     many = not labels.multi_label and count > max(FEW_CLASSES, MOST_CLASSES * num_rows)
     if personal or many:
-        found = f"{personal} look like ids or dates" if personal else "nearly each row has its own"
+        column = labels.column
+        found = (
+            f"{personal} of the {count} class names in the column {column!r} look like ids or dates"
+            if personal
+            else f"nearly each row has its own class name ({count} in the column {column!r})"
+        )
         raise ValueError(
-            f"of the {count} class names in the column {labels.column!r} {found}, and a model "
-            "publishes them; use the level that holds classes (mel/1.png, not mel/00417/1.png; or "
-            "another label_column), or declare that they name nobody with public_class_names=True."
+            f"{found}, and a model publishes them; use the level that holds classes (mel/1.png, "
+            "not mel/patient/1.png, or another label_column), or declare that they name nobody "
+            "with public_class_names=True."
         )
 
 

@@ -32,7 +32,6 @@ from PIL import Image
 
 from hf_dpmuon.data.columns import column_values, image_paths, natural_order
 from hf_dpmuon.data.dicom import DICOM_SUFFIXES, is_dicom_file
-from hf_dpmuon.data.units import PERSONS
 
 if TYPE_CHECKING:
     import datasets
@@ -53,7 +52,6 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-OF_A_PERSON = re.compile(rf"(?i)({'|'.join(PERSONS)})[-_ ]?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -408,13 +406,6 @@ def _read_class_folders(folder: Path, images: set[Path]) -> Splits:
             "the folder of its class, or name the classes in a metadata.csv."
         )
     classes = natural_order({file.parent.name for file in all_files})
-    persons = sum(OF_A_PERSON.fullmatch(name) is not None for name in classes)
-    if persons:
-        raise ValueError(
-            f"data set {str(folder)!r} has {persons} folders named for persons right above its "
-            "images, where classes are looked for, whose names a model publishes; name the classes "
-            "in a metadata.csv."
-        )
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
     )
