@@ -353,7 +353,7 @@ def test_chests_are_not_mirrored(name):
 
 
 def test_the_class_weights_of_the_guide_follow_from_the_public_counts():
-    counts = re.search(r"in this\norder, are ((?:\d+, )+\d+)", GUIDE)[1].split(", ")
+    counts = re.search(r"in this\s+order, are ((?:\d+, )+\d+)", GUIDE)[1].split(", ")
     skin, chest = (
         list(map(float, of.split()))
         for of in re.findall(r"--class_weights ((?:\d+\.\d+ ?)+)", GUIDE)
