@@ -10,14 +10,21 @@ Each method is a pure ``*_update`` function on lists of tensors; the classes hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from hf_dpmuon.known_noise import KnownNoise, LinearResponse, ema, heavy_ball, lookahead
+from hf_dpmuon.known_noise import (
+    NO_FILTER,
+    KnownNoise,
+    LinearResponse,
+    ema,
+    heavy_ball,
+    lookahead,
+)
 from hf_dpmuon.spectral import (
     NOISE_AWARE_MAPS,
     SPECTRAL_MAPS,
@@ -33,6 +40,7 @@ __all__ = [
     "DPAdam",
     "DPMuon",
     "DPMuonS",
+    "momenta_after",
 ]
 
 CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack of matrices: a core's cache
@@ -338,6 +346,11 @@ class _PrivateOptimizer(torch.optim.Optimizer):
             "ns_dtype": self.ns_dtype,
         }
 
+    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+        """What the momentum does to the noise, and the momentum."""
+        beta = group["momentum"]
+        return heavy_ball(beta), partial(heavy_ball_update, momentum=beta)
+
     def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
         return [self.state[p][name] for p in parameters]
 
@@ -357,6 +370,34 @@ class _PrivateOptimizer(torch.optim.Optimizer):
             momentum=group["momentum"],
             weight_decay=group["weight_decay"],
         )
+
+
+@torch.no_grad()
+def momenta_after(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[Tensor, Tensor], *, step: int
+) -> Iterator[tuple[Tensor, Tensor, LinearResponse, int]]:
+    """What a step on private gradients would move along, before any map; nothing is changed.
+
+    Args:
+        optimizer: One of this module; of another only the gradients themselves are known.
+        gradients: By parameter; of any of them.
+        step: Number of the step, from 1, where the optimizer counts none of its own.
+
+    Yields:
+        Parameter, its momentum, what that makes of noise, and the number of the step.
+    """
+    if not isinstance(optimizer, _PrivateOptimizer):
+        yield from ((p, gradient, NO_FILTER, step) for p, gradient in gradients.items())
+        return
+    for group in optimizer.param_groups:
+        response, update = optimizer._momentum(group)
+        for p in group["params"]:
+            if p not in gradients:
+                continue
+            state = optimizer.state.get(p)
+            buffer = state[BUFFERS[group["rule"]][0]] if state else torch.zeros_like(p)
+            (momentum,) = update([gradients[p]], [buffer.clone()])
+            yield p, momentum, response, (state["steps"] if state else 0) + 1
 
 
 class DPSGD(_PrivateOptimizer):
@@ -431,6 +472,10 @@ class DPAdam(_PrivateOptimizer):
             _check("betas", beta, low=0.0, high=1.0)
         if not group["eps"] > 0:
             raise ValueError(f"eps={group['eps']} must be > 0.")
+
+    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+        beta = group["betas"][0]
+        return ema(beta), partial(average_update, momentum=beta, nesterov=False)
 
     def _check_saved(self, saved: dict[str, Any], p: Tensor, rule: str, group: int) -> None:
         super()._check_saved(saved, p, rule, group)
@@ -537,10 +582,6 @@ class _MatrixOptimizer(_PrivateOptimizer):
             blocks=group["blocks"],
         )
 
-    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
-        """What the momentum does to the noise, and the momentum."""
-        raise NotImplementedError
-
     def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
         """From momentum to direction."""
         raise NotImplementedError
@@ -615,6 +656,8 @@ class DPMuon(_MatrixOptimizer):
             )
 
     def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+        if group["rule"] == "sgd":
+            return super()._momentum(group)
         beta, nesterov = group["momentum"], group["nesterov"]
         response = lookahead(beta) if nesterov else ema(beta)
         return response, partial(average_update, momentum=beta, nesterov=nesterov)
@@ -666,10 +709,6 @@ class DPMuonS(_MatrixOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
-
-    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
-        beta = group["momentum"]
-        return heavy_ball(beta), partial(heavy_ball_update, momentum=beta)
 
     def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
         return scaled_polar

@@ -49,6 +49,7 @@ ROOMS = [
     "keys",
     "run",
     "callbacks",
+    "diagnostics",
     "batches",
     "model_folder",
     "training",

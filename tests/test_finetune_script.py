@@ -65,6 +65,7 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
     assert "Routing of parameters" in done.stdout
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
+        "README.local.md",
         "config.json",
         "epsilon.png",
         "confusion.png",
@@ -72,6 +73,8 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
         "preprocessor_config.json",
         "privacy_ledger.jsonl",
         "privacy_report.json",
+        "spectral_report.json",
+        "spectral_report.png",
         "trainer_state.json",
     }
     report = json.loads((folder / "privacy_report.json").read_text())
