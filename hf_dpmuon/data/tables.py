@@ -192,7 +192,7 @@ def _read_tar(file: Path) -> "datasets.Dataset":
                 images[field] = datasets.Image()
                 value = {"bytes": value, "path": member.name}
             samples[sample][field] = value
-    rows = list(samples.values())
+    rows = [{**fields, "__key__": sample} for sample, fields in samples.items()]
     columns = {}
     for name in _names(rows):
         values = [row.pop(name, None) for row in rows]
