@@ -32,6 +32,7 @@ ROOMS = [
     "models",
     "grad_sample",
     "known_noise",
+    "random_matrix",
     "filters",
     "spectral",
     "mechanism",
