@@ -34,6 +34,7 @@ ROOMS = [
     "scope",
     "grad_sample",
     "known_noise",
+    "random_matrix",
     "filters",
     "spectral",
     "mechanism",
