@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 __all__ = ["add_lora", "adapter_layers", "adapter_problems", "merged", "unwrapped"]
 
 
-def adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """Layers of peft by their path in the model; empty for a model without."""
     return {path: m for path, m in model.named_modules() if _is_of_peft(m)}
 

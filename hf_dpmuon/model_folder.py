@@ -78,14 +78,11 @@ class ModelFolder:
         """
         if isinstance(model, LoadedModel):
             model = replace(model, model=unwrapped(model.model))
-        else:
-            model = unwrapped(model)
-        if isinstance(model, LoadedModel):
             processor, library = model.processor, model.library
             report_file = model.report_file
             label_names, multi_label = model.label_names, model.multi_label
-        elif isinstance(model, PreTrainedModel):
-            library = "transformers"
+        elif isinstance(inner := unwrapped(model), PreTrainedModel):
+            model, library = inner, "transformers"
             beside = Path(model.name_or_path or os.devnull) / model_card.REPORT_FILE
             report_file = beside if beside.is_file() else None
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
