@@ -100,7 +100,7 @@ def is_image(file: Path) -> bool:
 
 
 def _read(file: Path) -> "datasets.Dataset":
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     size, free = file.stat().st_size, psutil.virtual_memory().available
     if size > free:
