@@ -106,6 +106,11 @@ class MatrixSpectrum:
     effective_rank: float
     signal_rank: float
 
+    @property
+    def clearness(self) -> float:
+        """The leading value over what noise alone reaches."""
+        return self.leading[0] / self.gate
+
     @classmethod
     def of(
         cls,
@@ -206,12 +211,14 @@ class SpectralReport(TrainerCallback):
         self.noise = noise
         self.guarantee = guarantee
         self.spectra: list[MatrixSpectrum] = []
-        self._values: dict[str, Tensor] = {}  # of the last step, for the picture
+        # For the picture: the spectrum that was clearest, and the latest of each matrix.
+        self._clearest: tuple[MatrixSpectrum, Tensor] | None = None
+        self._latest: dict[str, tuple[MatrixSpectrum, Tensor]] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on with the report of the run that is resumed."""
         path = self.folder / SPECTRAL_FILE
-        self.spectra = []
+        self.spectra, self._clearest, self._latest = [], None, {}
         if state.is_world_process_zero and state.global_step and path.is_file():
             rows = json.loads(path.read_text(encoding="utf-8"))["matrices"]
             earlier = (MatrixSpectrum(**row) for row in rows)
@@ -227,16 +234,16 @@ class SpectralReport(TrainerCallback):
             return
         optimizer = kwargs["optimizer"]
         inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        self._values = {}
         for name, matrix, noise_std in _momenta(kwargs["model"], inner, gradients, noise, step):
             values = noise_std * _singular_values(matrix / noise_std)
             rows, columns = matrix.shape
-            self._values[name] = values
-            self.spectra.append(
-                MatrixSpectrum.of(
-                    values, step=step, name=name, rows=rows, columns=columns, noise_std=noise_std
-                )
+            spectrum = MatrixSpectrum.of(
+                values, step=step, name=name, rows=rows, columns=columns, noise_std=noise_std
             )
+            self.spectra.append(spectrum)
+            self._latest[name] = (spectrum, values)
+            if self._clearest is None or spectrum.clearness > self._clearest[0].clearness:
+                self._clearest = self._latest[name]
         word, reason = self._verdict(state.max_steps)
         report = {
             "guarantee": self.guarantee(),
@@ -251,19 +258,18 @@ class SpectralReport(TrainerCallback):
 
     def plot(self, path: Path) -> bool:
         """Draw what was measured; return whether it could be drawn."""
-        if not self._values:
+        if self._clearest is None:
             return False
         steps = sorted({spectrum.step for spectrum in self.spectra})
-        names = list(self._values)
-        clear = {(s.name, s.step): s.leading[0] / s.gate for s in self.spectra}
-        table = [[clear.get((name, step), math.nan) for step in steps] for name in names]
-        last = sorted((s for s in self.spectra if s.step == steps[-1]), key=_clearness)
-        chosen = [last[-1], last[0]] if len(last) > 1 else last
+        clear = {(s.name, s.step): s.clearness for s in self.spectra}
         return draw_spectra(
-            table,
-            names=names,
+            [[clear.get((name, step), math.nan) for step in steps] for name in self._latest],
+            names=list(self._latest),
             steps=steps,
-            examples=[_against_noise(self._values[s.name], s) for s in chosen],
+            examples=[
+                _against_noise(*example)
+                for example in (self._clearest, self._latest[self._clearest[0].name])
+            ],
             path=path,
         )
 
@@ -302,19 +308,15 @@ def _singular_values(matrix: Tensor) -> Tensor:
     return squares.clamp(min=0).sqrt().flip(0).double().cpu()
 
 
-def _clearness(spectrum: MatrixSpectrum) -> float:
-    return spectrum.leading[0] / spectrum.gate
-
-
-def _against_noise(values: Tensor, spectrum: MatrixSpectrum) -> _Example:
-    """Name, values, and density of noise alone over a grid, in units of the edge of the noise."""
-    grid = torch.linspace(0, spectrum.edge, DENSITY_POINTS, dtype=torch.float64)
-    density = bulk_density(
+def _against_noise(spectrum: MatrixSpectrum, values: Tensor) -> _Example:
+    """Title, values, and density of noise alone over a grid, in units of the edge of the noise."""
+    edge = spectrum.edge
+    grid = torch.linspace(0, edge, DENSITY_POINTS, dtype=torch.float64)
+    density = edge * bulk_density(
         grid, rows=spectrum.rows, columns=spectrum.columns, noise_std=spectrum.noise_std
     )
-    unit = spectrum.edge
-    name, scaled = spectrum.name, (values / unit, grid / unit, density * unit)
-    return name, scaled[0].tolist(), scaled[1].tolist(), scaled[2].tolist()
+    title = f"{spectrum.name}, step {spectrum.step}"
+    return title, (values / edge).tolist(), (grid / edge).tolist(), density.tolist()
 
 
 def write_local_card(folder: Path) -> None:

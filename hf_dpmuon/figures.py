@@ -137,7 +137,7 @@ def draw_spectra(
         table: Matrices by steps, leading value over what noise alone reaches.
         names: Of the matrices.
         steps: That were measured.
-        examples: Title, singular values, and a grid with the density of those of noise alone, in
+        examples: Title, singular values, and places with the density of those of noise alone, in
             units of the edge of the noise; drawn beside the table.
         path: The PNG file.
 
@@ -148,9 +148,9 @@ def draw_spectra(
         return False
     from matplotlib.figure import Figure
 
-    height = max(4.0, 0.13 * len(names))
-    figure = Figure(figsize=(11, height), layout="constrained")
-    axes = figure.add_subplot(1, 2, 1)
+    figure = Figure(figsize=(11, max(4.5, 0.13 * len(names))), layout="constrained")
+    grid = figure.add_gridspec(len(examples), 2)
+    axes = figure.add_subplot(grid[:, 0])
     colours = axes.imshow(
         np.log2(table), aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
     )
@@ -158,14 +158,16 @@ def draw_spectra(
     bar.set_ticklabels(["half", "as noise", "twice"])
     axes.set_title("leading singular value against what noise alone reaches", fontsize=9)
     axes.set_yticks(range(len(names)), _shortened(names), fontsize=6, parse_math=False)
-    ticks = sorted({*range(0, len(steps), max(1, len(steps) // 6)), len(steps) - 1})
+    ticks = range(0, len(steps), math.ceil(len(steps) / 10))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
     axes.set_xlabel("step")
-    for place, (title, values, grid, density) in enumerate(examples):
-        axes = figure.add_subplot(max(2, len(examples)), 2, 2 + 2 * place)
-        axes.hist(values, bins=40, density=True, alpha=0.5, label="private momentum")
-        axes.plot(grid, density, color="black", linewidth=1, label="noise alone (Marchenko-Pastur)")
-        axes.set_ylim(top=1.6 * max(density[len(density) // 20 :]))
+    for row, (title, values, places, density) in enumerate(examples):
+        axes = figure.add_subplot(grid[row, 1])
+        bins = max(10, min(40, len(values) // 2))
+        axes.hist(values, bins=bins, density=True, alpha=0.5, label="private momentum")
+        axes.plot(places, density, color="black", label="noise alone (Marchenko-Pastur)")
+        axes.axvline(1, color="black", linestyle=":", linewidth=1)
+        axes.set_xlim(left=0)
         axes.set_title(_shortened([title])[0], fontsize=9, parse_math=False)
         axes.set_xlabel("singular value / edge of the noise")
         axes.set_yticks([])
