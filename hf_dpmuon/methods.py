@@ -21,7 +21,7 @@ from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
 from hf_dpmuon.options import Filter, Optimizer
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
 
-__all__ = ["Method", "create_optimizer", "routing_table"]
+__all__ = ["Method", "create_optimizer", "matrix_shapes", "routing_table"]
 
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
@@ -227,7 +227,7 @@ class Method:
                     f"{name} is unset, and its default depends on the run; set it, or give "
                     "noise=KnownNoise(std) and steps, as the trainer does."
                 )
-            course = Course(_shapes(model), steps, max_grad_norm, noise)
+            course = Course(matrix_shapes(model), steps, max_grad_norm, noise)
             lr = self._default_rate(course) if lr is None else lr
             if vector_lr is None:
                 vector_lr = course.gradient_rate(heavy_ball(self.sgd_momentum))
@@ -299,7 +299,7 @@ class Method:
         return groups, {"params": vectors, "weight_decay": 0.0}
 
 
-def _shapes(model: nn.Module) -> list[tuple[int, int]]:
+def matrix_shapes(model: nn.Module) -> list[tuple[int, int]]:
     """Rows and columns of each trained matrix; all vectors as one column, if there is none."""
     roles = parameter_roles(model)
     found, entries = [], 0
