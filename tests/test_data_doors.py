@@ -2,8 +2,6 @@
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -12,9 +10,10 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from image_tables import class_folders, parquet, png, table, write_dicom, write_image
 from PIL import Image
+from support import forked
 from transformers.image_utils import load_image
 
-from hf_dpmuon.data import load_image_dataset
+from hf_dpmuon.data import load_image_dataset, sources
 from hf_dpmuon.data.dicom import ImageKindError, read_dicom
 from hf_dpmuon.data.images import decode, open_image
 from hf_dpmuon.finetune import check_output_folder, described
@@ -113,15 +112,17 @@ def test_k214_what_is_read_of_parquet_is_private_and_gone_afterwards(
 ) -> None:
     parquet(tmp_path, train=table(["zq-unique-a", "zq-unique-b"]))
     named = tmp_path / "train.parquet" if what == "file" else tmp_path
-    code = (
-        "import datasets, sys\nfrom pathlib import Path\nfrom hf_dpmuon.data import "
-        "load_image_dataset\nload_image_dataset(sys.argv[1])\n"
-        "cache = Path(datasets.config.HF_DATASETS_CACHE)\n"
-        "(folder,) = cache.glob('private-*')\nassert folder.stat().st_mode & 0o777 == 0o700"
-    )
     home = tmp_path / "home"
-    environment = {**os.environ, "HF_HOME": str(home)}
-    subprocess.run([sys.executable, "-c", code, str(named)], env=environment, check=True)
+
+    def work() -> None:
+        datasets.config.HF_DATASETS_CACHE = home
+        sources._private_cache.cache_clear()  # this process may have one
+        load_image_dataset(str(named))
+        (folder,) = home.glob("private-*")
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+    done = forked(work)
+    assert done.returncode == 0, done.stderr
     assert not [f for f in home.rglob("*") if f.is_file() and b"zq-unique" in f.read_bytes()]
 
 
