@@ -303,7 +303,7 @@ def documentation() -> str:
         "  gradient that is not known per sample, which stops the step before any update.",
         "- Two parameters that share memory; one parameter in several modules is fine, and is",
         "  saved under each of its names.",
-        "- Adapters of peft.",
+        "- Adapters of peft other than LoRA on linear layers and convolutions (DoRA and its kin).",
         "",
         "The hooks engine refuses by name, besides: recurrent layers, `EmbeddingBag`, norms",
         "without a bias, activations with `inplace=True`, and a batch that is not the first",
