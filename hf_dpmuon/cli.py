@@ -123,9 +123,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     card.add_argument("--output", type=Path, metavar="FILE", help="write it there")
     card.set_defaults(command=_card)
+    audit = commands.add_parser(
+        "audit",
+        help="what a run's releases show, beside what it claims",
+        description="Train the run that a YAML file describes once more, in a folder of its own, "
+        "with canaries added, and bound epsilon from below by tests for their membership "
+        "(guarantee: false; nothing is pushed).",
+    )
+    audit.add_argument("config", type=Path, metavar="RUN", help="the YAML file of the run")
+    audit.add_argument(
+        "--canaries", type=int, default=1000, metavar="N", help="privacy units to add (1000)"
+    )
+    audit.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="of all bounds together (0.95)"
+    )
+    audit.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="a new folder (the run's, with -audit)"
+    )
+    audit.set_defaults(command=_audit)
     for command in (inspect, card):
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, or a ledger file")
-    for command in (budget, inspect, card):
+    for command in (budget, inspect, card, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -300,6 +318,18 @@ def _card(options: argparse.Namespace) -> str:
     if options.json:
         return _json({"metadata": metadata, "card": card})
     return card.rstrip("\n") if options.output is None else f"written to {options.output}"
+
+
+def _audit(options: argparse.Namespace) -> str:
+    from hf_dpmuon.canaries import audit, described_audit
+
+    report = audit(
+        options.config,
+        canaries=options.canaries,
+        output_dir=options.output_dir,
+        confidence=options.confidence,
+    )
+    return _json(report) if options.json else described_audit(report)
 
 
 def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None, bool]:

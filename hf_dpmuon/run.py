@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,6 +120,10 @@ class PrivateRun:
         self._key = b""
         self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
         self._replays: dict[int, _Replay] = {}
+
+    def disclaim(self) -> None:
+        """Let the ledger say that this run gives no guarantee; called before ``open``."""
+        self._facts = replace(self._facts, guarantee=False)
 
     # ---- budget ----
 

@@ -23,6 +23,7 @@ ROOMS = [
     "options",
     "group_privacy",
     "membership",
+    "auditing",
     "plan",
     "randomness",
     "units",
@@ -54,6 +55,7 @@ ROOMS = [
     "publishing_trainer",
     "trainer",
     "finetune",
+    "canaries",
     "cli",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -144,6 +146,7 @@ LIGHT = {
     "budget --help": "main(['budget', '--help'])",
     "inspect --help": "main(['inspect', '--help'])",
     "card --help": "main(['card', '--help'])",
+    "audit --help": "main(['audit', '--help'])",
     "--help": "main(['--help'])",
     "finetune --help": "from hf_dpmuon.parsing import answer_help; answer_help(['--help'])",
 }
