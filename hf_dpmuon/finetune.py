@@ -23,6 +23,7 @@ from hf_dpmuon.data import (
 )
 from hf_dpmuon.models import LoadedModel, load_model
 from hf_dpmuon.rounding import round_up, round_up_fixed
+from hf_dpmuon.scope import train_only
 from hf_dpmuon.trainer import DPTrainer
 from hf_dpmuon.units import PrivacyUnits
 
@@ -117,6 +118,7 @@ def load_parts(model_args: ModelArguments, data_args: DataArguments) -> Parts:
         image_size=model_args.image_size,
         revision=model_args.model_revision,
     )
+    loaded = train_only(loaded, model_args.trainable, lora_rank=model_args.lora_rank)
     for note in (*splits.notes, *loaded.notes):
         logger.info(note)
     weights = None
@@ -164,6 +166,7 @@ def finetune(
         return
     trainer.save_state()
     trainer.plot_confusion()
+    trainer.plot_spectra()
     epsilon, delta = round_up_fixed(trainer.epsilon()), round_up(trainer.plan.delta)
     say(f"epsilon        {epsilon}  (delta {delta})")
     trainer.save_model()  # and pushes it under --push_to_hub

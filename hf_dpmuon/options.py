@@ -66,6 +66,14 @@ class ModelArguments:
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
     )
+    trainable: str = field(
+        default="all",
+        metadata={
+            "help": "What is trained: all, head, bias, norm, lora, or last_n=K for the last K "
+            "blocks; the head always is."
+        },
+    )
+    lora_rank: int = field(default=8, metadata={"help": "Under trainable=lora: rank of adapters."})
     image_size: int | None = field(
         default=None, metadata={"help": "Input side in pixels, if not the model's own."}
     )
@@ -229,9 +237,16 @@ class TrainingOptions:
         default="flat",
         metadata={"help": "How the bound is enforced."},
     )
-    logical_batch_size: int = field(
-        default=1024,
-        metadata={"help": "Expected number of privacy units in one optimizer step (q N)."},
+    logical_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Expected number of privacy units in one optimizer step (q N); if unset, "
+            "q is target_epsilon / 25, from 0.02 to 0.32."
+        },
+    )
+    num_train_epochs: float | None = field(
+        default=None,
+        metadata={"help": "Expected passes over the data; if unset, they make 100 steps or more."},
     )
     per_device_train_batch_size: int = field(
         default=32,
@@ -261,12 +276,15 @@ class TrainingOptions:
         default=None,
         metadata={
             "help": "Learning rate of matrices under muon and muon_s, of all parameters otherwise; "
-            "by default the method's (sgd 0.01, adam 3e-4, muon 2e-3, muon_s 0.01)."
+            "if unset, it follows from noise, steps and shapes (see docs/methods.md)."
         },
     )
-    vector_learning_rate: float = field(
-        default=0.01,
-        metadata={"help": "Under muon, muon_s: learning rate of what is not orthogonalised."},
+    vector_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Under muon, muon_s: learning rate of what is not orthogonalised; if unset, "
+            "that of sgd."
+        },
     )
     sgd_momentum: float | None = field(
         default=None,
@@ -335,6 +353,13 @@ class TrainingOptions:
     report_nonprivate_loss: bool = field(
         default=False,
         metadata={"help": "Log the raw training loss locally; it is NOT covered by the guarantee."},
+    )
+    spectral_every: float = field(
+        default=0.1,
+        metadata={
+            "help": "Measure the singular values of the private momentum every so many steps; "
+            "below 1, a share of all; 0 for never. Costs no privacy; see docs/diagnostics.md."
+        },
     )
     noise_seed: int | None = field(
         default=None,

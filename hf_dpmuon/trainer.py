@@ -32,6 +32,7 @@ from hf_dpmuon.batches import DrawDataset, RowWise
 from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
+from hf_dpmuon.diagnostics import SpectralReport
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.known_noise import signal_to_noise
 from hf_dpmuon.methods import routing_table
@@ -70,7 +71,8 @@ class DPTrainer(PublishingTrainer):
             ``labels``; several labels of one row are floats, NaN where one is missing.
         eval_dataset: Examples for evaluation; not covered by the guarantee.
         data_collator: Collates rows without mixing them; only images and labels reach the model.
-        processing_class: The image processor to save beside the model.
+        processing_class: The image processor to save beside the model. Without a collator it also
+            makes pixel values of rows that hold one Pillow image.
         compute_metrics: Evaluation metrics; by default those of ``metrics.build_metrics``.
         preprocess_logits_for_metrics, callbacks: As in ``Trainer``.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
@@ -136,6 +138,7 @@ class DPTrainer(PublishingTrainer):
             own_loss=type(self).compute_loss is not DPTrainer.compute_loss,
         )
         self.folder, self.privacy_run = made.folder, made.run
+        args = made.run.args  # which has the plan's batch and length, where they were unset
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
         self._row, self._loss = made.row, made.loss
         self.evaluations = made.evaluations
@@ -163,6 +166,14 @@ class DPTrainer(PublishingTrainer):
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
+        self.spectral_report = SpectralReport(
+            self.privacy_run.folder,
+            gradients=lambda: self.private_gradients,
+            noise=lambda: self._trained.noise,
+            guarantee=lambda: self.ledger is not None and self.ledger.guarantee,
+        )
+        if args.spectral_every > 0:
+            self.add_callback(self.spectral_report)
         self.add_callback(StopCallback(self.privacy_run.may_take, lambda: self.interrupted))
 
     @property
@@ -218,7 +229,12 @@ class DPTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
-            self.optimizer = self.args.method.optimizer(self.model, self._trained.noise)
+            self.optimizer = self.args.method.optimizer(
+                self.model,
+                self._trained.noise,
+                steps=self.plan.steps,
+                max_grad_norm=self.args.per_sample_max_grad_norm,
+            )
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 
@@ -419,6 +435,7 @@ class DPTrainer(PublishingTrainer):
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
+        checkpoints.save_adapters(self.model, checkpoint)
         checkpoints.save_filter(self._trained.filter, checkpoint)
         self.privacy_run.save(checkpoint, step=self.state.global_step)
 
@@ -429,6 +446,7 @@ class DPTrainer(PublishingTrainer):
                 self.args,
                 optimizer=self.optimizer,
                 scheduler=self._own_scheduler,
+                model=self.model,
                 class_weights=self._loss.weights is not None,
                 steps=self.plan.steps,
             ),
