@@ -30,6 +30,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from hf_dpmuon.accounting import epsilon_bound
 from hf_dpmuon.arguments import DPTrainingArguments, parse_arguments
 from hf_dpmuon.auditing import canary_scores, epsilon_lower_bounds
+from hf_dpmuon.batches import RowWise, template
 from hf_dpmuon.figures import draw_audit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.filters import GradientFilter, QueryPoint
@@ -87,6 +88,8 @@ class AuditTrainer(DPTrainer):
         self._layer = nn.Linear(1, canaries)
         self._classes, self._several = len(model.label_names), model.multi_label
         rows = 1 if units is None else min(MOST_ROWS, units.largest, max_examples_per_unit)
+        pixels = template(train_dataset, RowWise())["pixel_values"]
+        added = _CanaryRows(self._labels(), pixels=pixels, rows=rows)
         self._recorder: _Recorder | None = None
         super().__init__(
             replace(
@@ -97,9 +100,7 @@ class AuditTrainer(DPTrainer):
                 report_file=None,
             ),
             args,
-            train_dataset=ConcatDataset(
-                [train_dataset, _CanaryRows(self._labels(), like=train_dataset, rows=rows)]
-            ),
+            train_dataset=ConcatDataset([train_dataset, added]),
             units=None if units is None else _more_units(units, canaries, rows),
             max_examples_per_unit=max_examples_per_unit,
             **others,
@@ -203,21 +204,16 @@ class _WithCanaries(nn.Module):
 class _CanaryRows(Dataset[dict[str, Tensor]]):
     """Grey images, with labels that no image has."""
 
-    def __init__(self, labels: Tensor, *, like: Dataset[Any], rows: int) -> None:
+    def __init__(self, labels: Tensor, *, pixels: Tensor, rows: int) -> None:
         self.labels = labels
-        self._like = like
-        self._rows = rows
-        self._pixels: Tensor | None = None
+        self.pixels = pixels
+        self.rows = rows
 
     def __len__(self) -> int:
-        return len(self.labels) * self._rows
+        return len(self.labels) * self.rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if self._pixels is None:
-            first = self._like[0]
-            image = first["pixel_values"] if isinstance(first, dict) else first[0]
-            self._pixels = torch.zeros_like(torch.as_tensor(image))
-        return {"pixel_values": self._pixels, "labels": self.labels[index // self._rows]}
+        return {"pixel_values": self.pixels, "labels": self.labels[index // self.rows]}
 
 
 def _more_units(units: PrivacyUnits, canaries: int, rows: int) -> PrivacyUnits:
