@@ -29,7 +29,7 @@ from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
-from hf_dpmuon.plan import PrivacyPlan, affordable_steps
+from hf_dpmuon.plan import affordable_steps
 from hf_dpmuon.randomness import keyed_generator, new_key
 from hf_dpmuon.units import PrivacyUnits
 
@@ -87,16 +87,7 @@ class PrivateRun:
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
-        self.plan = PrivacyPlan.solve(
-            num_units=num_units,
-            logical_batch_size=args.logical_batch_size,
-            target_epsilon=args.target_epsilon,
-            noise_multiplier=args.noise_multiplier,
-            steps=args.max_steps if args.max_steps > 0 else None,
-            num_epochs=args.num_train_epochs,
-            delta=args.target_delta,
-            accountant=args.accountant,
-        )
+        self.plan = args.budget.plan(num_units)
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps
@@ -370,7 +361,7 @@ class PrivateRun:
 
         What the accountant can compose (sigma, sampling rate, bound, delta) may change.
         """
-        now = self._settings()
+        now = json.loads(json.dumps(self._settings()))  # as it was saved
         changed = [name for name in now if now[name] != saved.get(name)]
         if changed:
             name = changed[0]
