@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
+from hf_dpmuon.adapters import adapter_layers, merged, unwrapped
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.files import write_json, write_whole
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
@@ -76,11 +77,12 @@ class ModelFolder:
                 cannot be read, or that its ledger contradicts.
         """
         if isinstance(model, LoadedModel):
+            model = replace(model, model=unwrapped(model.model))
             processor, library = model.processor, model.library
             report_file = model.report_file
             label_names, multi_label = model.label_names, model.multi_label
-        elif isinstance(model, PreTrainedModel):
-            library = "transformers"
+        elif isinstance(inner := unwrapped(model), PreTrainedModel):
+            model, library = inner, "transformers"
             beside = Path(model.name_or_path or os.devnull) / model_card.REPORT_FILE
             report_file = beside if beside.is_file() else None
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
@@ -140,8 +142,10 @@ class ModelFolder:
             if isinstance(self.model, LoadedModel):
                 save_model(self.model, staging)
             else:
-                with ties_written_out(self.model):
-                    self.model.save_pretrained(staging)
+                plain = merged(self.model)
+                assert isinstance(plain, PreTrainedModel)
+                with ties_written_out(plain):
+                    plain.save_pretrained(staging)
                 if self.processor is not None:
                     self.processor.save_pretrained(staging)
             if ledger is not None and len(ledger) > 0:
@@ -187,6 +191,7 @@ def recipe_of(
     *,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
+    model: nn.Module,
     class_weights: bool,
     steps: int,
 ) -> dict[str, Any]:
@@ -196,10 +201,16 @@ def recipe_of(
         args: The arguments of the run.
         optimizer: The one that moves the weights, whoever made it; None before there is one.
         scheduler: One that was handed in; None where the arguments name it.
+        model: As it is trained.
         class_weights: Whether classes are weighted.
         steps: Number of steps that were planned.
     """
     rows: dict[str, Any] = {}
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained < total:
+        lora = " (LoRA adapters, merged, and what is not frozen)" if adapter_layers(model) else ""
+        rows["trained parameters"] = f"{trained:,} of {total:,}{lora}"
     if optimizer is not None:
         rows |= _describe_optimizer(optimizer, FILTER_NAMES[args.dp_filter])
     if args.dp_filter == "doppler":

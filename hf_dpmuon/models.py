@@ -38,6 +38,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_dpmuon.adapters import adapter_problems, merged
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.networks import ARCHITECTURES, ResidualNetwork
 
@@ -143,8 +144,9 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
         loaded: Its `model` may have been trained since it was loaded.
         folder: Made if it does not exist.
     """
-    with ties_written_out(loaded.model):
-        _save(loaded, folder)
+    plain = replace(loaded, model=merged(loaded.model))
+    with ties_written_out(plain.model):
+        _save(plain, folder)
 
 
 @contextmanager
@@ -638,14 +640,7 @@ def _module_problems(model: nn.Module) -> Iterator[str]:
             f"BatchNorm mixes samples in {_listed(norms)}: replace it by GroupNorm (as "
             "builtin:resnet-18-gn has it), or freeze it (torchvision.ops.FrozenBatchNorm2d)"
         )
-    adapters = [
-        path or "(root)" for path, m in modules.items() if type(m).__module__.startswith("peft.")
-    ]
-    if adapters:
-        yield (
-            f"{_listed(adapters)} is of peft, whose adapters are not saved with the model, so it "
-            "is not supported yet: pass the plain model, and freeze what should not train"
-        )
+    yield from adapter_problems(model)
     updated = [
         path
         for path, module in modules.items()

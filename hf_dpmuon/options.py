@@ -66,8 +66,19 @@ class ModelArguments:
         "Hub id, local folder, timm/<name>, or a network to train from scratch: builtin:wrn-16-4, "
         "wrn-28-10, resnet-18-gn, nf-resnet-50.",
     )
+    trainable: str = option(
+        "all",
+        "What is trained: all, head, bias, norm, lora, or last_n=K for the last K blocks; the head "
+        "always is.",
+    )
+    lora_rank: Expert[int] = option(8, "Under trainable=lora: rank of adapters.")
     model_revision: Expert[str | None] = option(None, "Branch, tag or commit of the model.")
     image_size: Expert[int | None] = option(None, "Input side in pixels, if not the model's own.")
+
+    def __post_init__(self) -> None:
+        """Refuse a setting that nothing would read."""
+        if self.trainable != "lora":
+            _refuse_set(self, "lora_rank", "trainable='lora'")
 
 
 @dataclass
@@ -126,16 +137,10 @@ class DataArguments:
         """Check what nobody else does before the data is read."""
         check_choices(self, DataArguments)
         check_at_least(1, max_examples_per_unit=self.max_examples_per_unit)
-        for name, needed in (
-            ("max_examples_per_unit", "privacy_unit_column"),
-            ("public_class_counts", "class_weights"),
-        ):
-            value, default = vars(self)[name], vars(DataArguments)[name]
-            if value != default and vars(self)[needed] is None:
-                raise ValueError(
-                    f"{name}={value!r} has no effect without {needed}; set that, or leave it "
-                    f"{default!r}."
-                )
+        if self.privacy_unit_column is None:
+            _refuse_set(self, "max_examples_per_unit", "privacy_unit_column")
+        if self.class_weights is None:
+            _refuse_set(self, "public_class_counts", "class_weights")
 
 
 @dataclass
@@ -309,6 +314,15 @@ def check_choices(options: object, kind: type) -> None:
     for name, legal in choices(kind).items():
         if (value := vars(options)[name]) not in legal:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, legal))}.")
+
+
+def _refuse_set(options: ModelArguments | DataArguments, name: str, needed: str) -> None:
+    """Refuse another value than the default where nothing reads it."""
+    value, default = vars(options)[name], vars(type(options))[name]
+    if value != default:
+        raise ValueError(
+            f"{name}={value!r} has no effect without {needed}; set that, or leave it {default!r}."
+        )
 
 
 def check_at_least(least: int, **numbers: float | None) -> None:

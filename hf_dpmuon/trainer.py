@@ -421,6 +421,7 @@ class DPTrainer(PublishingTrainer):
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
+        checkpoints.save_adapters(self.model, checkpoint)
         checkpoints.save_filter(self._trained.filter, checkpoint)
         self.privacy_run.save(checkpoint, step=self.state.global_step)
 
@@ -431,6 +432,7 @@ class DPTrainer(PublishingTrainer):
                 self.args,
                 optimizer=self.optimizer,
                 scheduler=self._own_scheduler,
+                model=self.model,
                 class_weights=self._loss.weights is not None,
                 steps=self.plan.steps,
             ),

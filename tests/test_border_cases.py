@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Images, arguments, tiny_vit, trainer_of
+from support import Images, arguments, forked, script, tiny_vit, trainer_of
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
 from hf_dpmuon.optim import DPMuon
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
-
-ROOT = Path(__file__).parents[1]
 
 
 class Doubled(DPTrainer):
@@ -56,17 +52,9 @@ def test_k234_the_evaluation_loss_is_the_run_s_own(tmp_path, kind):
 
 
 def test_k236_the_script_trains_only_if_it_is_asked_to(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "scripts/finetune_vit.py", "--config=configs/quickstart.yaml"),
-            *("--do_train=False", f"--output_dir={tmp_path / 'run'}", "--use_cpu=True"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-    )
+    options = ("--do_train=False", f"--output_dir={tmp_path / 'run'}", "--use_cpu=True")
+    done = script("--config=configs/quickstart.yaml", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert "test accuracy" in done.stdout
     assert "epsilon  " not in done.stdout
     assert not list((tmp_path / "run").glob("privacy_*"))
@@ -223,14 +211,11 @@ def test_k201_what_a_tracker_writes_holds_no_secret_no_raw_loss_and_no_time(
     tmp_path, monkeypatch, tracker
 ):
     """The real trackers, offline: every byte they write is searched."""
-    pytest.importorskip(tracker)
     home = tmp_path / "home"
     home.mkdir()
-    code = TRACKED.format(tests=str(ROOT / "tests"), root=str(tmp_path), tracker=tracker)
     environment = {
         "HOME": str(home),
         "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path / "tracked"),
         "WANDB_SILENT": "true",
@@ -238,18 +223,21 @@ def test_k201_what_a_tracker_writes_holds_no_secret_no_raw_loss_and_no_time(
         "MLFLOW_TRACKING_URI": f"file:{tmp_path / 'tracked' / 'mlflow'}",
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracked"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
     }
+
+    def work() -> None:
+        trainer_of(
+            tmp_path / "run",
+            report_to=[tracker],
+            noise_seed=None,
+            save_strategy="steps",
+            save_steps=2,
+            eval_strategy="steps",
+            eval_steps=2,
+        ).train()
+
     (tmp_path / "tracked").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = forked(work, environment)
     assert done.returncode == 0, done.stderr[-2000:]
     starts = json.loads((tmp_path / "run.secrets" / "keys.json").read_text())["starts"]
     files = [path for path in (tmp_path / "tracked").rglob("*") if path.is_file()]
@@ -258,17 +246,3 @@ def test_k201_what_a_tracker_writes_holds_no_secret_no_raw_loss_and_no_time(
     (key,) = [start["key"] for start in starts.values()]
     for secret in (key.encode(), bytes.fromhex(key), b"train_loss", b"train_runtime", b"patient-"):
         assert secret not in written, secret
-
-
-TRACKED = """
-import sys
-sys.path.insert(0, {tests!r})
-from support import trainer_of
-from pathlib import Path
-folder = Path({root!r}) / "run"
-trainer = trainer_of(
-    folder, report_to=[{tracker!r}], noise_seed=None, save_strategy="steps", save_steps=2,
-    eval_strategy="steps", eval_steps=2,
-)
-trainer.train()
-"""
