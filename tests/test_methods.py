@@ -285,7 +285,7 @@ def test_dropout_is_the_same_at_every_query_point(tmp_path):
         ({"sgd_momentum": 1.0}, r"sgd_momentum=1.0 must be in \[0, 1\)"),
         ({"ns_steps": 0}, r"ns_steps=0 must be >= 1"),
         ({"adjust_lr_fn": "x"}, r"adjust_lr_fn='x' must be one of None, paper"),
-        ({"spectral_map": "x"}, r"spectral_map='x' must be one of hard_threshold"),
+        ({"spectral_map": "x"}, r"spectral_map='x' must be one of newton_schulz"),
         ({"spectral_map": "svd", "dp_optimizer": "adam"}, r"spectral_map='svd' has no effect"),
         ({"correct_for_noise": True}, r"correct_for_noise=True has no effect under"),
         ({"muon_momentum": 1.0}, r"muon_momentum=1.0 must be in \[0, 1\)"),
