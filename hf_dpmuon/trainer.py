@@ -70,7 +70,8 @@ class DPTrainer(PublishingTrainer):
             ``labels``; several labels of one row are floats, NaN where one is missing.
         eval_dataset: Examples for evaluation; not covered by the guarantee.
         data_collator: Collates rows without mixing them; only images and labels reach the model.
-        processing_class: The image processor to save beside the model.
+        processing_class: The image processor to save beside the model. Without a collator it also
+            makes pixel values of rows that hold one Pillow image.
         compute_metrics: Evaluation metrics; by default those of ``metrics.build_metrics``.
         preprocess_logits_for_metrics, callbacks: As in ``Trainer``.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from image_tables import class_folders
 from support import Images, arguments, forked, script, tiny_vit, trainer_of
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
+from hf_dpmuon.data import ImageExamples, ImageFormat, build_transforms, load_image_dataset
 from hf_dpmuon.optim import DPMuon
 from hf_dpmuon.spectral import newton_schulz
 from hf_dpmuon.trainer import DPTrainer
@@ -69,6 +71,35 @@ def test_k245_a_checkpoint_of_other_classes_is_refused(tmp_path, names):
     renamed.config.id2label = dict(enumerate(names))
     with pytest.raises(ValueError, match=r"has the classes a, b, c and this run has"):
         trainer_of(tmp_path, renamed).train(resume_from_checkpoint=True)
+
+
+def on_folder(output: Path, data: Path) -> DPTrainer:
+    """A trainer on the class folders of ``data``, with a model of just these classes."""
+    splits = load_image_dataset(str(data))
+    model = tiny_vit()
+    model.config.id2label = dict(enumerate(splits.label_names))
+    image_format = ImageFormat(8, 8, 3, (0.5,) * 3, (0.5,) * 3, "bilinear")
+    train = ImageExamples(
+        splits.train,
+        image_column=splits.image_column,
+        label_column=splits.label_column,
+        transform=build_transforms(image_format, train=True),
+        checked=True,
+    )
+    settings = {"logical_batch_size": 2, "save_strategy": "steps", "save_steps": 1}
+    return trainer_of(output, model, train_dataset=train, max_steps=1, **settings)
+
+
+def test_k245_a_class_folder_renamed_after_a_checkpoint_is_refused(tmp_path):
+    """Case 245: rows of the head took other names; a new name may also move the others."""
+    data = class_folders(tmp_path / "data", {"mel": 2, "nev": 2, "vasc": 2})
+    on_folder(tmp_path / "run", data).train()
+    for name in ("ack", "mel2", "zoster"):
+        renamed = (data / "mel").rename(data / name)
+        with pytest.raises(ValueError, match="has the classes mel, nev, vasc and this run has"):
+            on_folder(tmp_path / "run", data).train(resume_from_checkpoint=True)
+        renamed.rename(data / "mel")
+    on_folder(tmp_path / "run", data).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(

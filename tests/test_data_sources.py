@@ -256,7 +256,7 @@ def test_names_of_files_that_make_another_split_are_explained(tmp_path: Path) ->
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must end in \.csv, \.tsv, \.parquet or \.tar"):
+    with pytest.raises(ValueError, match=r"must end in \.csv, \.tsv, .*\.parquet, \.tar\."):
         load_image_dataset(str(tmp_path / "x.xlsx"))
 
 
@@ -270,7 +270,7 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
     assert "john" not in str(splits.notes)
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.pdf").write_bytes(b"PDF")
-    with pytest.raises(ValueError, match="no column looks like the images"):
+    with pytest.raises(ValueError, match="has 1 files, but no image, table"):
         load_image_dataset(str(tmp_path / "only"))
 
 
@@ -378,13 +378,14 @@ def test_a_hub_that_does_not_answer_is_told_from_one_that_says_no(tmp_path: Path
     assert "the Hub cannot be reached" in done.stderr.splitlines()[-1]
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, os.strerror(28))
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def download_and_prepare(self) -> None:
+            raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", full)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: Full())
     with pytest.raises(ValueError, match="does not fit on the disk of the cache"):
-        load_image_dataset(str(parquet(tmp_path / "x", train=table(["a", "b"]))))
+        load_image_dataset("clinic/scans")
 
 
 @pytest.mark.parametrize(
