@@ -8,6 +8,7 @@ range of a value is checked by the room that uses it, which is asked here, befor
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import sys
@@ -31,7 +32,7 @@ from hf_dpmuon.options import (
     check_at_least,
     check_choices,
 )
-from hf_dpmuon.plan import Budget
+from hf_dpmuon.plan import Budget, PrivacyPlan
 from hf_dpmuon.randomness import new_key
 
 __all__ = [
@@ -158,6 +159,17 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
         """All settings of the method."""
         return Method.of(vars(self))
 
+    def following(self, plan: PrivacyPlan) -> DPTrainingArguments:
+        """Return a copy that has the batch and the length of the plan, where they are unset.
+
+        The base class wants ``num_train_epochs`` set, and asks ``max_steps`` first.
+        """
+        settled = copy.copy(self)
+        settled.logical_batch_size = plan.logical_batch_size
+        if self.num_train_epochs is None:
+            settled.num_train_epochs, settled.max_steps = plan.epochs, plan.steps
+        return settled
+
     def _check_output_dir(self) -> None:
         """Find out before the data is read whether anything could be saved."""
         folder = Path(str(self.output_dir)).absolute()
@@ -170,9 +182,14 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
     def _check_values(self) -> None:
         """Let the rooms that use the values check them."""
         check_choices(self, TrainingOptions)
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            both = "both are set" if self.target_epsilon is not None else "neither is set"
+            raise ValueError(
+                f"exactly one of target_epsilon and noise_multiplier must be set, and {both}: give "
+                "target_epsilon to have sigma calibrated, or noise_multiplier to fix it."
+            )
         assert self.budget
         method = self.method
-        self.learning_rate = method.learning_rate
         loss_scale = 1.0 if self.loss_scale is None else self.loss_scale
         check_scales(max_grad_norm=self.per_sample_max_grad_norm, loss_scale=loss_scale)
         new_key(self.noise_seed)

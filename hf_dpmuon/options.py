@@ -154,7 +154,11 @@ class PrivacyOptions:
         None, "sigma: noise std over per_sample_max_grad_norm; or give target_epsilon."
     )
     target_delta: float | None = option(None, "delta of the guarantee; 1/(10 N) if unset.")
-    logical_batch_size: int = option(1024, "Expected number of privacy units in a step (q N).")
+    logical_batch_size: int | None = option(
+        None,
+        "Expected number of privacy units in a step (q N); if unset, q is target_epsilon / 25, "
+        "from 0.02 to 0.32.",
+    )
     per_sample_max_grad_norm: float = option(
         1.0, "C: bound on the gradient norm of one privacy unit."
     )
@@ -179,11 +183,11 @@ class MethodOptions:
     dp_filter: Filter = option("none", "Filter of the private gradient before the optimizer.")
     learning_rate: float | None = option(
         None,
-        "Learning rate (unset, the method's: sgd 0.01, adam 3e-4, muon 2e-3, muon_s 0.01); under "
-        "muon and muon_s that of matrices.",
+        "Learning rate, under muon and muon_s that of matrices; if unset, it follows from noise, "
+        "steps and shapes.",
     )
-    vector_learning_rate: float = option(
-        0.01, "Under muon, muon_s: learning rate of what is not orthogonalised."
+    vector_learning_rate: float | None = option(
+        None, "Under muon, muon_s: that of all else; if unset, that of sgd."
     )
     weight_decay: float = option(0.0, "Decay of matrices.")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule over steps.")
@@ -237,7 +241,9 @@ class RunOptions:
     """How long a run is, what it needs of the machine, and what it leaves."""
 
     output_dir: str | None = option(None, "Folder of the run (a new one under outputs/ if unset).")
-    num_train_epochs: float = option(3.0, "Expected passes over the data.")
+    num_train_epochs: float | None = option(
+        None, "Expected passes over the data; if unset, they make 100 steps or more."
+    )
     max_steps: int = option(-1, "Steps, instead of epochs.")
     per_device_train_batch_size: int = option(32, "Images in memory at once; changes nothing else.")
     grad_sample_mode: Engine = option(

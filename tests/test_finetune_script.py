@@ -113,7 +113,7 @@ def test_two_processes_train_as_one(tmp_path):
     [
         (
             ["--target_epsilon=8", "--noise_multiplier=1"],
-            "what is set is target_epsilon, noise_multiplier",
+            "both are set",
         ),
         (["--target_epsilon=8", "--logical_batch_size=5000"], "logical_batch_size=5000"),
         (["--target_epsilom=8"], "did you mean 'target_epsilon'"),
