@@ -170,6 +170,11 @@ class PrivacyOptions:
     report_nonprivate_loss: Expert[bool] = option(
         False, "Log the raw training loss locally; it is NOT covered by the guarantee."
     )
+    spectral_every: Expert[float] = option(
+        0.1,
+        "Measure the singular values of the private momentum every so many steps; below 1, a share "
+        "of all; 0 for never. Costs no privacy; see docs/diagnostics.md.",
+    )
     noise_seed: Expert[int | None] = option(
         None, "Tests only: fixed noise and sampling; voids the guarantee."
     )
