@@ -94,7 +94,6 @@ class Parts:
 
 def load_parts(model_args: ModelArguments, data_args: DataArguments) -> Parts:
     """Load data and model, and tell the console what was found."""
-    window = data_args.dicom_window
     splits = load_image_dataset(
         data_args.dataset_name,
         config_name=data_args.dataset_config_name,
@@ -108,8 +107,8 @@ def load_parts(model_args: ModelArguments, data_args: DataArguments) -> Parts:
         privacy_unit_column=data_args.privacy_unit_column,
         privacy_unit_pattern=data_args.privacy_unit_pattern,
         public_class_names=data_args.public_class_names,
-        dicom_window=None if window is None else (window[0], window[1]),
-        on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
+        dicom_window=data_args.dicom_window,
+        on_corrupt=data_args.on_corrupt,
     )
     loaded = load_model(
         model_args.model_name_or_path,
