@@ -136,23 +136,20 @@ def _parser() -> argparse.ArgumentParser:
 def _budget(options: argparse.Namespace) -> str:
     from hf_dpmuon.figures import draw_budgets
     from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
-    from hf_dpmuon.plan import PrivacyPlan
+    from hf_dpmuon.plan import Budget, PrivacyPlan
     from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
 
     def solve(batch_size: int) -> PrivacyPlan:
-        return PrivacyPlan.solve(
-            num_units=options.num_units,
+        return Budget(
             logical_batch_size=batch_size,
             target_epsilon=options.epsilon,
             noise_multiplier=options.sigma,
-            steps=options.steps,
-            num_epochs=options.epochs,
-            delta=options.delta,
+            max_steps=options.steps,
+            num_train_epochs=options.epochs,
+            target_delta=options.delta,
             accountant=options.accountant,
-        )
+        ).plan(options.num_units)
 
-    if options.sigma is not None and not options.sigma > 0:
-        raise ValueError(f"sigma={options.sigma} must be a finite number > 0.")
     asked = options.logical_batch_size
     plans = {asked: solve(asked)}
     for batch_size in {math.ceil(factor * asked) for factor in FACTORS} - {asked}:
@@ -193,7 +190,10 @@ def _budget(options: argparse.Namespace) -> str:
                 "delta": delta,
                 "accountant": options.accountant,
                 "adjacency": "add or remove one",
-                "plans": rows,
+                "plans": [
+                    {name: "inf" if value == math.inf else value for name, value in row.items()}
+                    for row in rows
+                ],
             }
         )
     header = f"{'batch':>8} {'q':>10} {'steps':>8} {'epochs':>8} {'sigma':>9} {'epsilon':>9} "
@@ -255,6 +255,10 @@ def _inspect(options: argparse.Namespace) -> str:
     values = report.to_dict()
     mechanisms, versions = values.pop("mechanisms"), values.pop("versions")
     del values["weights"]
+    sharper, looser, fpr = (
+        values.pop(f"{name}membership_{rate}")
+        for name, rate in (("sharper_", "tpr"), ("", "tpr"), ("", "fpr"))
+    )
     lines = [
         "Not verifiable: there is no ledger here; these are the numbers as stated."
         if ledger is None
@@ -265,6 +269,8 @@ def _inspect(options: argparse.Namespace) -> str:
         *([] if ahead is None else [_said(ahead)]),
         "",
         *(f"{name:<26} {value}" for name, value in values.items() if value is not None),
+        f"{'membership':<26} {sharper} of members found at most, at a share of {fpr} false alarms "
+        f"(epsilon and delta alone say less: {looser} )",
         *(
             f"{'mechanism':<26} sigma {m['noise_multiplier']}, q {m['sample_rate']}, "
             f"{m['steps']} draws"

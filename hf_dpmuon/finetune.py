@@ -83,7 +83,6 @@ def finetune(
     """Load, train, evaluate, save, and say what was spent."""
     set_seed(args.seed)
     check_output_folder(Path(str(args.output_dir)), data_args.dataset_name)
-    window = data_args.dicom_window
     splits = load_image_dataset(
         data_args.dataset_name,
         config_name=data_args.dataset_config_name,
@@ -97,8 +96,8 @@ def finetune(
         privacy_unit_column=data_args.privacy_unit_column,
         privacy_unit_pattern=data_args.privacy_unit_pattern,
         public_class_names=data_args.public_class_names,
-        dicom_window=None if window is None else (window[0], window[1]),
-        on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
+        dicom_window=data_args.dicom_window,
+        on_corrupt=data_args.on_corrupt,
     )
     loaded = load_model(
         model_args.model_name_or_path,
@@ -145,6 +144,7 @@ def finetune(
         return
     trainer.save_state()
     trainer.plot_confusion()
+    trainer.plot_spectra()
     epsilon, delta = round_up_fixed(trainer.epsilon()), round_up(trainer.plan.delta)
     say(f"epsilon        {epsilon}  (delta {delta})")
     trainer.save_model()  # and pushes it under --push_to_hub

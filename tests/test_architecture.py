@@ -52,6 +52,7 @@ ROOMS = [
     "keys",
     "run",
     "callbacks",
+    "diagnostics",
     "batches",
     "model_folder",
     "training",
