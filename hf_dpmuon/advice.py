@@ -19,7 +19,7 @@ from hf_dpmuon.grad_sample import ENGINES, free_bytes
 from hf_dpmuon.known_noise import lookahead, variance_factor
 from hf_dpmuon.methods import matrix_shapes
 from hf_dpmuon.models import LoadedModel, load_model
-from hf_dpmuon.plan import PrivacyPlan, default_batch_size, default_steps
+from hf_dpmuon.plan import Budget, PrivacyPlan, default_batch_size
 from hf_dpmuon.random_matrix import detection_threshold
 from hf_dpmuon.training.trial import Trial
 
@@ -114,7 +114,7 @@ def advise(
         num_units: N, at least 256.
         target_epsilon: What the run may cost.
         delta: 1 / (10 N) if None.
-        num_epochs: Passes over the data; by default those of ``plan.default_steps``.
+        num_epochs: Passes over the data; by default those of a run.
         num_classes: Of the data.
         physical_batch_size: Rows in memory at once.
         accountant: What composes the steps.
@@ -127,15 +127,13 @@ def advise(
     if physical_batch_size < 1:
         raise ValueError(f"physical_batch_size={physical_batch_size} must be >= 1.")
     plans = {
-        size: PrivacyPlan.solve(
-            num_units=num_units,
+        size: Budget(
             logical_batch_size=size,
             target_epsilon=target_epsilon,
-            steps=default_steps(size / num_units, target_epsilon) if num_epochs is None else None,
-            num_epochs=num_epochs,
-            delta=delta,
+            num_train_epochs=num_epochs,
+            target_delta=delta,
             accountant=accountant,
-        )
+        ).plan(num_units)
         for size in BATCH_SIZES
         if size <= num_units
     }
