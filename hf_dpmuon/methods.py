@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.known_noise import KnownNoise
-from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
 from hf_dpmuon.options import Filter, Optimizer
+from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
 
 __all__ = ["Method", "create_optimizer", "routing_table"]

@@ -67,6 +67,7 @@ class PrivacyPlan:
         num_epochs: float | None = None,
         delta: float | None = None,
         accountant: str = "rdp",
+        spent: Sequence[SampledGaussian] = (),
     ) -> PrivacyPlan:
         """Return the plan in which two of epsilon, sigma and the length are as given.
 
@@ -79,6 +80,7 @@ class PrivacyPlan:
             num_epochs: Passes over the data, > 0.
             delta: In (0, 1/N); 1 / (10 N) if None.
             accountant: What composes the steps.
+            spent: Draws on the same units before, which count towards ``target_epsilon``.
 
         Raises:
             ValueError: A value lies outside its range, or the three do not go together.
@@ -110,10 +112,19 @@ class PrivacyPlan:
             raise ValueError(
                 "two of epsilon, sigma (the noise multiplier) and steps (or epochs) must be given."
             )
+        if target_epsilon is not None and spent:
+            before = epsilon_bound(spent, delta=delta, accountant=accountant).epsilon
+            if before >= target_epsilon:
+                raise ValueError(
+                    f"target_epsilon={target_epsilon} must be above {round_up(before)}, which the "
+                    "training that the model started from has spent on the same units already."
+                )
         if steps is None:
             assert target_epsilon is not None
             assert noise_multiplier is not None
-            steps = _longest(noise_multiplier, sample_rate, target_epsilon, delta, accountant)
+            steps = _longest(
+                noise_multiplier, sample_rate, target_epsilon, delta, accountant, spent
+            )
         if noise_multiplier is None:
             assert target_epsilon is not None
             noise_multiplier = calibrate_noise_multiplier(
@@ -122,6 +133,7 @@ class PrivacyPlan:
                 sample_rate=sample_rate,
                 steps=steps,
                 accountant=accountant,
+                spent=spent,
             )
         return cls(num_units, sample_rate, steps, delta, noise_multiplier, accountant)
 
@@ -152,6 +164,7 @@ def calibrate_noise_multiplier(
     sample_rate: float,
     steps: int,
     accountant: str = "rdp",
+    spent: Sequence[SampledGaussian] = (),
 ) -> float:
     """Returns the smallest noise multiplier, to six significant digits, that meets the budget.
 
@@ -163,13 +176,14 @@ def calibrate_noise_multiplier(
         sample_rate: In (0, 1].
         steps: Number of draws, >= 1.
         accountant: How the draws are composed.
+        spent: Draws before these, which the budget is for as well.
 
     Raises:
         ValueError: A value lies outside its range, or no noise reaches so small an epsilon.
 
     Guarantees:
-        ``compute_epsilon`` at the returned value is at most ``target_epsilon``, and at least
-        99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
+        What all draws together cost at the returned value is at most ``target_epsilon``, and at
+        least 99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
         ``sample_rate`` is about ``target_delta``) or PRV gives way to RDP just there.
     """
     check_delta(target_delta)
@@ -186,13 +200,14 @@ def calibrate_noise_multiplier(
             target_delta=target_delta,
             sample_rate=sample_rate,
             steps=steps,
+            spent=spent,
         )
 
     @functools.cache
     def excess(log_noise: float) -> float:
         """Logarithm of epsilon over its target, which falls as the noise grows."""
         bound = epsilon_bound(
-            [event(math.exp(log_noise))], delta=target_delta, accountant=accountant
+            [*spent, event(math.exp(log_noise))], delta=target_delta, accountant=accountant
         )
         return math.log(max(bound.epsilon, 1e-300) / target_epsilon)
 
@@ -288,12 +303,13 @@ def _longest(
     target_epsilon: float,
     delta: float,
     accountant: str,
+    spent: Sequence[SampledGaussian],
 ) -> int:
-    """The most steps that a budget allows from its start."""
+    """The most steps that a budget allows, after what was spent of it."""
 
     def affordable(limit: int, accountant: str) -> int:
         return affordable_steps(
-            [],
+            spent,
             noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
             target_epsilon=target_epsilon,
@@ -314,7 +330,7 @@ def _longest(
         )
     if steps == 0:
         one = SampledGaussian(noise_multiplier, sample_rate)
-        cost = epsilon_bound([one], delta=delta, accountant=accountant).epsilon
+        cost = epsilon_bound([*spent, one], delta=delta, accountant=accountant).epsilon
         raise ValueError(
             f"epsilon={target_epsilon} must be at least {round_up(cost, 4)}, the cost of one step."
         )

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
-from hf_dpmuon import hub, model_card
+from hf_dpmuon import hub
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.metrics import EvaluationRecord
@@ -118,7 +118,7 @@ class PublishingTrainer(Trainer):
         """Write the card that the ledger supports into ``output_dir``."""
         if self.ledger is None or len(self.ledger) == 0:
             raise ValueError("a card needs a ledger with noise draws: train first.")
-        report = model_card.privacy_report(self.ledger)
+        report = self.folder.report(self.ledger)
         self.folder.write_card(
             self.privacy_run.folder, self.ledger, report, with_plot=True, **self.card_facts()
         )

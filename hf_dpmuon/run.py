@@ -87,6 +87,9 @@ class PrivateRun:
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
+        unit = "image" if units is None else units.name
+        same = (unit, num_units, ADJACENCY)
+        self._earlier = earlier if earlier is not None and _of(earlier) == same else None
         self.plan = PrivacyPlan.solve(
             num_units=num_units,
             logical_batch_size=args.logical_batch_size,
@@ -96,6 +99,7 @@ class PrivateRun:
             num_epochs=args.num_train_epochs,
             delta=args.target_delta,
             accountant=args.accountant,
+            spent=[] if self._earlier is None else self._earlier.accounted,
         )
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
@@ -107,7 +111,7 @@ class PrivateRun:
         self._facts = RunFacts(
             delta=self.plan.delta,
             accountant=args.accountant,
-            privacy_unit="image" if units is None else units.name,
+            privacy_unit=unit,
             adjacency=ADJACENCY,
             guarantee=args.noise_seed is None and self.plan.noise_multiplier > 0,
             num_units=num_units,
@@ -115,7 +119,6 @@ class PrivateRun:
             group_name=None if repeated_unit is None else repeated_unit.name,
             max_examples_per_unit=None if units is None else max_examples_per_unit,
         )
-        self._earlier = earlier if earlier is not None and self._continues(earlier) else None
         self._keys = SecretKeys(self.folder)
         self._key = b""
         self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
@@ -168,15 +171,6 @@ class PrivateRun:
         if self.ledger is not None:
             self.ledger.record(event)
         self.remaining -= 1
-
-    def _continues(self, earlier: PrivacyLedger) -> bool:
-        """Whether an earlier ledger speaks of as many units of the same name as this run."""
-        facts = earlier.runs[-1]
-        return (facts.privacy_unit, facts.num_units, facts.adjacency) == (
-            self._facts.privacy_unit,
-            self._facts.num_units,
-            self._facts.adjacency,
-        )
 
     # ---- secret randomness ----
 
@@ -429,6 +423,12 @@ class PrivateRun:
             raise refusal
         value: T = result
         return value
+
+
+def _of(ledger: PrivacyLedger) -> tuple[str, int, str]:
+    """What a ledger protects, and how many of them."""
+    last = ledger.runs[-1]
+    return last.privacy_unit, last.num_units, last.adjacency
 
 
 def _continuation(

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_dpmuon.networks import ResidualNetwork
+import hf_dpmuon.networks  # noqa: F401  # registers its networks with timm
 
 NUM_CLASSES = 3
 
@@ -200,13 +200,13 @@ FAMILIES = [
     Family("timm cait", partial(timm_model, "cait_xxs24_224", **TIMM_VIT)),
     Family(
         "builtin:wrn-16-4",
-        partial(ResidualNetwork, "builtin:wrn-16-4", num_classes=NUM_CLASSES),
+        partial(timm_model, "hf_dpmuon_wrn_16_4"),
         notes="from scratch; builtin:wrn-28-10 is the same, deeper and wider, and not run here",
         hooks=True,
     ),
     Family(
         "builtin:resnet-18-gn",
-        partial(ResidualNetwork, "builtin:resnet-18-gn", num_classes=NUM_CLASSES),
+        partial(timm_model, "hf_dpmuon_resnet_18_gn"),
         notes="from scratch",
         hooks=True,
     ),

@@ -19,11 +19,12 @@ from hf_dpmuon.batches import Head, RowWise, template
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
-from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.training import checks
 from hf_dpmuon.training.losses import RowMeanLoss
 from hf_dpmuon.units import PrivacyUnits
+from hf_dpmuon.validation import validate_model
 
 __all__ = ["Inputs"]
 
