@@ -45,6 +45,54 @@ SETTINGS = ("momentum", "betas", "eps", "weight_decay")  # of an optimizer, if t
 PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The private training that a model comes from, as its folder or repository states it.
+
+    Attributes:
+        report: That came with the model.
+        ledger: Beside it, where it is still there.
+        is_this_run: Whether the model is a checkpoint of the run that now goes on.
+    """
+
+    report: model_card.PrivacyReport
+    ledger: PrivacyLedger | None
+    is_this_run: bool
+
+    @classmethod
+    def read(cls, file: Path, output_dir: Path) -> Origin:
+        """Read a report and its ledger, and say what they state.
+
+        Raises:
+            ValueError: If the report cannot be read, or its ledger contradicts it.
+        """
+        report = model_card.read_report(file)
+        # A run whose folder holds a ledger goes on with that, or is refused.
+        own = output_dir.resolve()
+        is_own = file.parent.resolve() in {own, *own.glob("checkpoint-*")}
+        if is_own and (own / LEDGER_FILE).is_file():
+            return cls(report, None, True)
+        path = file.with_name(LEDGER_FILE)
+        ledger = PrivacyLedger.load(path) if path.is_file() else None
+        if ledger is not None:
+            model_card.verify_report(report, ledger)
+        logger.warning(
+            "The model was trained privately before: epsilon=%s for each %s of %d. The card will "
+            "say so; where data is the same, the epsilons add up.",
+            round_up_fixed(report.epsilon),
+            report.privacy_unit,
+            report.num_units,
+        )
+        return cls(report, ledger, False)
+
+    def named(self, ledger: PrivacyLedger) -> list[model_card.EarlierTraining]:
+        """What the report of the run with this ledger names of it."""
+        if self.is_this_run:
+            return self.report.earlier
+        is_counted = self.ledger is not None and ledger.extends(self.ledger)
+        return self.report.as_earlier(counted=is_counted)
+
+
 @dataclass
 class ModelFolder:
     """Writes a model's folder.
@@ -53,17 +101,13 @@ class ModelFolder:
         model: As it is saved.
         processor: Beside a plain ``PreTrainedModel``.
         facts: Of the card that do not change in training; see ``build_model_card``.
-        earlier: The report that came with the model.
-        earlier_ledger: The ledger beside that, where it is still there.
-        is_own: Whether the report is of an earlier step of this run, which goes on from there.
+        origin: The private training that the model comes from.
     """
 
     model: LoadedModel | PreTrainedModel
     processor: Any
     facts: dict[str, Any]
-    earlier: model_card.PrivacyReport | None = None
-    earlier_ledger: PrivacyLedger | None = None
-    is_own: bool = False
+    origin: Origin | None = None
 
     @classmethod
     def of(
@@ -105,25 +149,8 @@ class ModelFolder:
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
-        earlier = earlier_ledger = None
-        # Where this run has a ledger, it goes on with that or is refused.
-        own = Path(str(args.output_dir)).resolve() / LEDGER_FILE
-        is_own = report_file is not None and own.parent in report_file.resolve().parents
-        is_own = is_own and own.is_file()
-        if report_file is not None:
-            earlier = model_card.read_report(report_file)
-        if earlier is not None and report_file is not None and not is_own:
-            path = report_file.with_name(LEDGER_FILE)
-            if path.is_file():
-                earlier_ledger = PrivacyLedger.load(path)
-                model_card.verify_report(earlier, earlier_ledger)
-            logger.warning(
-                "The model was trained privately before: epsilon=%s for each %s of %d. The card "
-                "will say so; where data is the same, the epsilons add up.",
-                round_up_fixed(earlier.epsilon),
-                earlier.privacy_unit,
-                earlier.num_units,
-            )
+        assert args.output_dir is not None
+        origin = None if report_file is None else Origin.read(report_file, Path(args.output_dir))
         facts = {
             "base_model": public_name(base_model),
             "dataset": public_name(dataset_name),
@@ -135,7 +162,7 @@ class ModelFolder:
             "num_channels": num_channels,
             "architecture": architecture,
         }
-        return cls(model, processor, facts, earlier, earlier_ledger, is_own)
+        return cls(model, processor, facts, origin)
 
     @property
     def module(self) -> nn.Module:
@@ -177,13 +204,7 @@ class ModelFolder:
         self, ledger: PrivacyLedger, *, weights: dict[str, str] | None = None
     ) -> model_card.PrivacyReport:
         """What the ledger supports, and the report that came with the model."""
-        is_counted = self.earlier_ledger is not None and ledger.extends(self.earlier_ledger)
-        if self.earlier is None:
-            earlier = []
-        elif self.is_own:
-            earlier = self.earlier.earlier
-        else:
-            earlier = self.earlier.as_earlier(counted=is_counted)
+        earlier = [] if self.origin is None else self.origin.named(ledger)
         return model_card.privacy_report(ledger, weights=weights, earlier=earlier)
 
     def write_card(

@@ -268,10 +268,11 @@ def test_k205_the_report_of_a_model_on_the_hub_is_found(server, folder, tmp_path
         loaded = replace(as_loaded(plain), library="transformers", source=name)
         for number, model in enumerate((plain, loaded)):
             trainer = trainer_of(tmp_path / f"{name.split('/')[1]}-{number}", model)
-            assert trainer.folder.earlier == earlier
-            assert trainer.folder.earlier_ledger is None  # which is never pushed
+            origin = trainer.folder.origin
+            assert (origin and origin.report) == earlier
+            assert origin is None or origin.ledger is None  # which is never pushed
     timm_name = replace(as_loaded(plain), source=f"timm/{REPOSITORY}")
-    assert trainer_of(tmp_path / "timm", timm_name).folder.earlier == stated
+    assert trainer_of(tmp_path / "timm", timm_name).folder.origin.report == stated
 
 
 # ---- the allow-list ----

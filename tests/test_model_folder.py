@@ -86,7 +86,7 @@ def test_k205_a_run_that_goes_on_from_its_own_checkpoint_is_one_run(tmp_path):
     model = ViTForImageClassification.from_pretrained(tmp_path / "run" / "checkpoint-1")
     again = trainer_of(tmp_path / "run", model)
     assert again.folder.report(first.ledger).earlier == []
-    assert again.folder.earlier_ledger is None
+    assert again.folder.origin.ledger is None
 
 
 def test_k205_a_report_that_its_ledger_contradicts_is_refused(tmp_path):

@@ -108,7 +108,7 @@ class Inputs:
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
-            earlier=folder.earlier_ledger,
+            earlier=None if folder.origin is None else folder.origin.ledger,
         )
         metrics = build_metrics(folder.label_names, multi_label=multi_label)
         if not own_loss:
