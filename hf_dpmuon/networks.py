@@ -199,19 +199,20 @@ def _build(name: str, pretrained: bool, settings: dict[str, Any]) -> nn.Module:
     return network
 
 
-@register_model
 def hf_dpmuon_wrn_16_4(pretrained: bool = False, **settings: Any) -> nn.Module:
     """Wide residual network, 16 layers deep and 4 times as wide."""
     return _build("hf_dpmuon_wrn_16_4", pretrained, settings)
 
 
-@register_model
 def hf_dpmuon_wrn_28_10(pretrained: bool = False, **settings: Any) -> nn.Module:
     """Wide residual network, 28 layers deep and 10 times as wide."""
     return _build("hf_dpmuon_wrn_28_10", pretrained, settings)
 
 
-@register_model
 def hf_dpmuon_resnet_18_gn(pretrained: bool = False, **settings: Any) -> nn.Module:
     """Residual network of 18 layers."""
     return _build("hf_dpmuon_resnet_18_gn", pretrained, settings)
+
+
+for _build_one in (hf_dpmuon_wrn_16_4, hf_dpmuon_wrn_28_10, hf_dpmuon_resnet_18_gn):
+    register_model(_build_one)
