@@ -25,7 +25,7 @@ finetune: install  ## Fine-tune a small ViT privately on handwritten digits, off
 	HF_HUB_OFFLINE=1 $(BIN)/accelerate launch scripts/finetune_vit.py --config configs/quickstart.yaml
 
 test: install  ## Run the tests, offline, on the CPU.
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 docs: install  ## Make the pages that follow from the code.
 	HF_HUB_OFFLINE=1 $(BIN)/python docs/generate.py

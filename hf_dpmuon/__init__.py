@@ -39,12 +39,21 @@ if TYPE_CHECKING:
     from hf_dpmuon.models import load_model, save_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
     from hf_dpmuon.plan import PrivacyPlan, calibrate_noise_multiplier, num_steps
+    from hf_dpmuon.random_matrix import (
+        bulk_density,
+        detection_gate,
+        detection_threshold,
+        effective_rank,
+        noise_edge,
+        overlaps,
+        recovery_batch_size,
+        shrink_singular_values,
+    )
     from hf_dpmuon.roles import parameter_roles
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
     from hf_dpmuon.spectral import (
         newton_schulz,
         polar_factor,
-        shrink_singular_values,
         spectral_map,
     )
     from hf_dpmuon.trainer import DPTrainer
@@ -77,7 +86,17 @@ _ROOMS = {
     "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD"),
     "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
     "units": ("PrivacyUnits",),
-    "spectral": ("newton_schulz", "polar_factor", "shrink_singular_values", "spectral_map"),
+    "random_matrix": (
+        "bulk_density",
+        "detection_gate",
+        "detection_threshold",
+        "effective_rank",
+        "noise_edge",
+        "overlaps",
+        "recovery_batch_size",
+        "shrink_singular_values",
+    ),
+    "spectral": ("newton_schulz", "polar_factor", "spectral_map"),
     "trainer": ("DPTrainer",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
@@ -111,16 +130,22 @@ __all__ = [
     "build_metrics",
     "build_model_card",
     "build_transforms",
+    "bulk_density",
     "calibrate_noise_multiplier",
     "class_weights",
     "compute_epsilon",
     "create_optimizer",
+    "detection_gate",
+    "detection_threshold",
+    "effective_rank",
     "group_epsilon",
     "load_image_dataset",
     "load_model",
     "membership_tpr",
     "newton_schulz",
+    "noise_edge",
     "num_steps",
+    "overlaps",
     "parameter_roles",
     "plot_confusion",
     "plot_epsilon",
@@ -128,6 +153,7 @@ __all__ = [
     "privacy_report",
     "push_folder",
     "read_report",
+    "recovery_batch_size",
     "save_model",
     "shrink_singular_values",
     "signal_to_noise",

@@ -68,7 +68,8 @@ _LEAST_QUADRATURE_NOISE = 0.05  # below it the points of quadrature would be too
 # Opacus holds about 9 arrays of this many float64 at its peak: 150 megabytes, one second.
 _MAX_PRV_POINTS = 2**21
 _LARGEST_PRV_LOSS = 700.0  # exp of it is still a float64
-_PRV_EPSILON_ERROR = 0.01  # Opacus' default
+_PRV_EPSILON_ERROR = 0.01  # Opacus' default, up to an epsilon of 10
+_PRV_SHARE_OF_ERROR = 0.001  # of a larger epsilon, whose grid would otherwise be needlessly fine
 
 SMALLEST_NOISE_MULTIPLIER = 2.0**-13
 
@@ -318,7 +319,9 @@ def _prv_epsilon(
     )
     points_per_error = 2 * half_width * math.sqrt(steps * math.log(12 / delta_error) / 2)
     epsilon_error = max(
-        _PRV_EPSILON_ERROR * min(1.0, rdp_epsilon), points_per_error / _MAX_PRV_POINTS
+        _PRV_EPSILON_ERROR * min(1.0, rdp_epsilon),
+        _PRV_SHARE_OF_ERROR * rdp_epsilon,
+        points_per_error / _MAX_PRV_POINTS,
     )
     num_points = points_per_error / epsilon_error
     rounding = np.finfo(np.float64).eps * num_points

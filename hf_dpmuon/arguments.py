@@ -187,7 +187,8 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
 
     def _check_integrations(self) -> None:
         """Allow those that are known to send logs, and nothing else that they could send."""
-        available = get_available_reporting_integrations()
+        # Looked up only where one is asked for: the look imports whole trackers.
+        available = get_available_reporting_integrations() if self.report_to else []
         for name in self.report_to or ():
             if name not in INTEGRATIONS:
                 raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
@@ -26,7 +27,16 @@ from hf_dpmuon.data import ImageExamples
 from hf_dpmuon.randomness import seeded_globals
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
 
-__all__ = ["DrawDataset", "Head", "RowError", "RowWise", "SeededRows", "located", "template"]
+__all__ = [
+    "DrawDataset",
+    "Head",
+    "RowError",
+    "RowWise",
+    "SeededRows",
+    "located",
+    "processed",
+    "template",
+]
 
 
 @dataclass(frozen=True)
@@ -116,8 +126,8 @@ class RowError(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"a row has {reason}; each row must have pixel_values (channels, height, width) and "
-            "labels of the model's head."
+            f"a row has {reason}; each row must have pixel_values (channels, height, width), or "
+            "one Pillow image where a processing_class is given, and labels of the model's head."
         )
         self.reason = reason
 
@@ -250,6 +260,21 @@ def _batch_of(row: Any) -> dict[str, Any]:
         else value
         for name, value in values.items()
     }
+
+
+def processed(rows: list[Any], *, processor: Any) -> dict[str, Any]:
+    """Make a batch of one row, whose only image an image processor turns into pixel values.
+
+    A row that has pixel values already, or not just one image, is left as it is.
+    """
+    (row,) = rows
+    batch = _batch_of(row)
+    images = [value for value in batch.values() if isinstance(value, Image.Image)]
+    if "pixel_values" not in batch and len(images) == 1:
+        mode = "L" if len(processor.image_mean) == 1 else "RGB"
+        made = processor(images=images[0].convert(mode), return_tensors="pt")
+        batch["pixel_values"] = made["pixel_values"]
+    return batch
 
 
 class DrawDataset(Dataset[LogicalBatch]):

@@ -21,6 +21,7 @@ from hf_dpmuon.data import (
 )
 from hf_dpmuon.models import LoadedModel, load_model
 from hf_dpmuon.rounding import round_up, round_up_fixed
+from hf_dpmuon.scope import train_only
 from hf_dpmuon.trainer import DPTrainer
 
 __all__ = ["finetune"]
@@ -106,6 +107,7 @@ def finetune(
         image_size=model_args.image_size,
         revision=model_args.model_revision,
     )
+    loaded = train_only(loaded, model_args.trainable, lora_rank=model_args.lora_rank)
     for note in (*splits.notes, *loaded.notes):
         logger.info(note)
     weights = None

@@ -22,6 +22,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -493,6 +494,7 @@ def card_states(report: PrivacyReport, text: str) -> bool:
     )
 
 
+@cache
 def _template() -> Template:
     environment = Environment(
         finalize=lambda value: plain(str(value)),  # every value that is shown, by construction

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_dpmuon import model_card
+from hf_dpmuon.adapters import adapter_layers, merged, unwrapped
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.files import write_json, write_whole
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
@@ -132,12 +133,13 @@ class ModelFolder:
         """
         architecture = None
         if isinstance(model, LoadedModel):
+            model = replace(model, model=unwrapped(model.model))
             processor, library = model.processor, model.library
             report_file = _report_of(model.source, model.revision)
             label_names, multi_label = model.label_names, model.multi_label
             architecture = vars(model.model).get("pretrained_cfg", {}).get("architecture")
-        elif isinstance(model, PreTrainedModel):
-            library = "transformers"
+        elif isinstance(inner := unwrapped(model), PreTrainedModel):
+            model, library = inner, "transformers"
             report_file = _report_of(model.name_or_path)
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
             if model.config.problem_type is None and several_labels:
@@ -183,8 +185,10 @@ class ModelFolder:
             if isinstance(self.model, LoadedModel):
                 save_model(self.model, staging)
             else:
-                with ties_written_out(self.model):
-                    self.model.save_pretrained(staging)
+                plain = merged(self.model)
+                assert isinstance(plain, PreTrainedModel)
+                with ties_written_out(plain):
+                    plain.save_pretrained(staging)
                 if self.processor is not None:
                     self.processor.save_pretrained(staging)
             if ledger is not None and len(ledger) > 0:
@@ -248,6 +252,7 @@ def recipe_of(
     *,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
+    model: nn.Module,
     class_weights: bool,
     steps: int,
 ) -> dict[str, Any]:
@@ -257,10 +262,16 @@ def recipe_of(
         args: The arguments of the run.
         optimizer: The one that moves the weights, whoever made it; None before there is one.
         scheduler: One that was handed in; None where the arguments name it.
+        model: As it is trained.
         class_weights: Whether classes are weighted.
         steps: Number of steps that were planned.
     """
     rows: dict[str, Any] = {}
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained < total:
+        lora = " (LoRA adapters, merged, and what is not frozen)" if adapter_layers(model) else ""
+        rows["trained parameters"] = f"{trained:,} of {total:,}{lora}"
     if optimizer is not None:
         rows |= _describe_optimizer(optimizer, FILTER_NAMES[args.dp_filter])
     if args.dp_filter == "doppler":

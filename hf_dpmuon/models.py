@@ -35,6 +35,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_dpmuon.adapters import merged
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.roles import head_parameters
 
@@ -138,8 +139,9 @@ def save_model(loaded: LoadedModel, folder: str | Path) -> None:
         loaded: Its `model` may have been trained since it was loaded.
         folder: Made if it does not exist.
     """
-    with ties_written_out(loaded.model):
-        _save(loaded, folder)
+    plain = replace(loaded, model=merged(loaded.model))
+    with ties_written_out(plain.model):
+        _save(plain, folder)
 
 
 @contextmanager

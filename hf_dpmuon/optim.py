@@ -70,8 +70,7 @@ def sgd_update(
     weight_decay: float,
 ) -> None:
     """Heavy-ball step in place: M <- beta M + g + wd W;  W <- W - lr M (as ``torch.optim.SGD``)."""
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, gradients)
+    heavy_ball_update(gradients, buffers, momentum=momentum)
     if weight_decay:
         torch._foreach_add_(buffers, parameters, alpha=weight_decay)
     torch._foreach_add_(parameters, buffers, alpha=-lr)
@@ -219,7 +218,12 @@ BUFFERS = {  # what each rule keeps of a parameter
     "muon_s": ("momentum_buffer",),
 }
 Momentum = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
+Rule = tuple[Momentum, LinearResponse, Callable[..., Tensor]]
 OF_THE_RUN = frozenset({"params", "lr"})  # entries of a group that a checkpoint brings
+
+
+def _named(group: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: group[name] for name in names}
 
 
 class _PrivateOptimizer(torch.optim.Optimizer):
@@ -281,8 +285,7 @@ class _PrivateOptimizer(torch.optim.Optimizer):
                     state["steps"] += 1
                     by_steps.setdefault(state["steps"], []).append(p)
             for steps, parameters in by_steps.items():
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                self._step_group(group, parameters, gradients, steps)
+                self._step_group(group, parameters, steps)
 
     def _begin(self, p: Tensor, rule: str) -> dict[str, Any]:
         layout = torch.preserve_format if rule in ("sgd", "adam") else torch.contiguous_format
@@ -331,32 +334,23 @@ class _PrivateOptimizer(torch.optim.Optimizer):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
+        constants = {
             "noise": self.noise,
             "noise_floor": self.noise_floor,
             "ns_dtype": self.ns_dtype,
         }
+        return {**super().__getstate__(), **constants}
 
-    def _buffers(self, parameters: list[Tensor], name: str) -> list[Tensor]:
-        return [self.state[p][name] for p in parameters]
+    def _tensors(self, group: dict[str, Any], parameters: list[Tensor]) -> list[list[Tensor]]:
+        """The first arguments of an update: parameters, gradients, and what its rule keeps."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        kept = [[self.state[p][name] for p in parameters] for name in BUFFERS[group["rule"]]]
+        return [parameters, gradients, *kept]
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        steps: int,
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], steps: int) -> None:
         """Step ``parameters`` of one group that all take their step of this number, from 1."""
-        sgd_update(
-            parameters,
-            gradients,
-            self._buffers(parameters, "momentum_buffer"),
-            lr=group["lr"],
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-        )
+        settings = _named(group, "lr", "momentum", "weight_decay")
+        sgd_update(*self._tensors(group, parameters), **settings)
 
 
 class DPSGD(_PrivateOptimizer):
@@ -411,16 +405,8 @@ class DPAdam(_PrivateOptimizer):
         noise_floor: float = 0.1,
     ) -> None:
         _check("noise_floor", noise_floor, low=0.0)
-        super().__init__(
-            params,
-            {
-                "rule": "adam",
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-            },
-        )
+        defaults = {"rule": "adam", "lr": lr, "betas": betas, "eps": eps}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.noise = noise
         self.noise_floor = noise_floor
 
@@ -441,13 +427,7 @@ class DPAdam(_PrivateOptimizer):
                 "build it with the settings of the saved run."
             )
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        steps: int,
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], steps: int) -> None:
         beta, variance = group["betas"][1], 0.0
         if self.noise is not None:  # the same average as the second moment's, of its noise
             average = beta * self.state[parameters[0]].get("noise_average", 0.0)
@@ -456,15 +436,9 @@ class DPAdam(_PrivateOptimizer):
                 self.state[p]["noise_average"] = average
             variance = average / (1 - beta**steps)
         adam_update(
-            parameters,
-            gradients,
-            self._buffers(parameters, "exp_avg"),
-            self._buffers(parameters, "exp_avg_sq"),
+            *self._tensors(group, parameters),
+            **_named(group, "lr", "betas", "eps", "weight_decay"),
             step=steps,
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
             noise_variance=variance,
             noise_floor=self.noise_floor * variance,
         )
@@ -476,10 +450,9 @@ class _MatrixOptimizer(_PrivateOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
         noise: KnownNoise | None,
         ns_dtype: torch.dtype,
+        **defaults: Any,
     ) -> None:
         self.noise = noise  # before the groups, whose maps may need it
         self.ns_dtype = ns_dtype
@@ -508,41 +481,26 @@ class _MatrixOptimizer(_PrivateOptimizer):
                     f"blocks={group['blocks']} equal matrices."
                 )
 
-    def _step_group(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        steps: int,
-    ) -> None:
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], steps: int) -> None:
         if group["rule"] == "sgd":
-            super()._step_group(group, parameters, gradients, steps)
+            super()._step_group(group, parameters, steps)
             return
-        response, momentum = self._momentum(group)
+        momentum, response, direction = self._rule(group)
         muon_update(
-            parameters,
-            gradients,
-            self._buffers(parameters, "momentum_buffer"),
+            *self._tensors(group, parameters),
+            **_named(group, "lr", "weight_decay", "adjust_lr_fn", "blocks"),
             momentum=momentum,
             direction=partial(
-                self._map(group),
+                direction,
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
                 noise_std=None if self.noise is None else self.noise.std_after(response, steps),
                 dtype=self.ns_dtype,
             ),
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            adjust_lr_fn=group["adjust_lr_fn"],
-            blocks=group["blocks"],
         )
 
-    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
-        """What the momentum does to the noise, and the momentum."""
-        raise NotImplementedError
-
-    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
-        """From momentum to direction."""
+    def _rule(self, group: dict[str, Any]) -> Rule:
+        """The momentum, what it does to the noise, and the map from momentum to direction."""
         raise NotImplementedError
 
 
@@ -590,19 +548,21 @@ class DPMuon(_MatrixOptimizer):
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {
-            "rule": "muon",
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients,
-            "adjust_lr_fn": adjust_lr_fn,
-            "spectral_map": spectral_map,
-            "eps": eps,
-        }
-        super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
+        super().__init__(
+            params,
+            noise,
+            ns_dtype,
+            rule="muon",
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            adjust_lr_fn=adjust_lr_fn,
+            spectral_map=spectral_map,
+            eps=eps,
+        )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -614,31 +574,27 @@ class DPMuon(_MatrixOptimizer):
                 "level of the noise in the gradients."
             )
 
-    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+    def _rule(self, group: dict[str, Any]) -> Rule:
         beta, nesterov = group["momentum"], group["nesterov"]
-        response = lookahead(beta) if nesterov else ema(beta)
-        return response, partial(average_update, momentum=beta, nesterov=nesterov)
-
-    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
-        return partial(spectral_map, name=group["spectral_map"], eps=group["eps"])
+        return (
+            partial(average_update, momentum=beta, nesterov=nesterov),
+            lookahead(beta) if nesterov else ema(beta),
+            partial(spectral_map, name=group["spectral_map"], eps=group["eps"]),
+        )
 
 
 class DPMuonS(_MatrixOptimizer):
     """DP-Muon-S (the paper, section 3): DP-Muon whose step keeps the gradient's size.
 
     For each m x n matrix of a group with ``rule="muon_s"``: M <- beta M + g, no look-ahead;
-    W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) sigma_1(M) NS(M). The rest is as in ``DPMuon``.
+    W <- (1 - lr wd) W - lr sqrt(max(1, m/n)) sigma_1(M) NS(M). What is not named below is as in
+    ``DPMuon``.
 
     Args:
         params: Parameter groups, each with ``rule`` and, for "muon_s", ``blocks`` (default 1).
         lr: In units of the gradient for matrices, as in DP-SGD with momentum.
         momentum: beta in [0, 1).
-        weight_decay: Decoupled, >= 0, of matrices.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: Name of a coefficient table, or one triple (a, b, c) for all steps.
-        adjust_lr_fn: Name of the factor for rectangular matrices, a key of ``ADJUST_LR``.
         noise: If given, sigma_1 is cleared of what noise adds to it (``spectral.scaled_polar``).
-        ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
     """
 
     rules = frozenset({"sgd", "muon_s"})
@@ -656,20 +612,19 @@ class DPMuonS(_MatrixOptimizer):
         noise: KnownNoise | None = None,
         ns_dtype: torch.dtype = torch.float32,
     ) -> None:
-        defaults = {
-            "rule": "muon_s",
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "ns_steps": ns_steps,
-            "ns_coefficients": ns_coefficients,
-            "adjust_lr_fn": adjust_lr_fn,
-        }
-        super().__init__(params, defaults, noise=noise, ns_dtype=ns_dtype)
+        super().__init__(
+            params,
+            noise,
+            ns_dtype,
+            rule="muon_s",
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            ns_steps=ns_steps,
+            ns_coefficients=ns_coefficients,
+            adjust_lr_fn=adjust_lr_fn,
+        )
 
-    def _momentum(self, group: dict[str, Any]) -> tuple[LinearResponse, Momentum]:
+    def _rule(self, group: dict[str, Any]) -> Rule:
         beta = group["momentum"]
-        return heavy_ball(beta), partial(heavy_ball_update, momentum=beta)
-
-    def _map(self, group: dict[str, Any]) -> Callable[..., Tensor]:
-        return scaled_polar
+        return partial(heavy_ball_update, momentum=beta), heavy_ball(beta), scaled_polar

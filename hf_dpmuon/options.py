@@ -66,6 +66,14 @@ class ModelArguments:
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of the model on the Hub."}
     )
+    trainable: str = field(
+        default="all",
+        metadata={
+            "help": "What is trained: all, head, bias, norm, lora, or last_n=K for the last K "
+            "blocks; the head always is."
+        },
+    )
+    lora_rank: int = field(default=8, metadata={"help": "Under trainable=lora: rank of adapters."})
     image_size: int | None = field(
         default=None, metadata={"help": "Input side in pixels, if not the model's own."}
     )

@@ -8,17 +8,16 @@ Guarantees:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_dpmuon.accounting import (
     SMALLEST_NOISE_MULTIPLIER,
     SampledGaussian,
     check_delta,
     epsilon_bound,
-    falling_root,
 )
 from hf_dpmuon.rounding import round_up
 
@@ -33,11 +32,21 @@ __all__ = [
 MOST_STEPS = 10**9
 _SIGNIFICANT_DIGITS = 6
 _LARGEST_NOISE_MULTIPLIER = 2.0**40
+# Calibration may fall short of a budget by this share: the less, the cheaper epsilon is to compute.
+_ALLOWANCE, _SLOW_ALLOWANCE = 1e-5, 0.004
+_SAME_NOISE = 1e-6  # log noise multipliers this close have nearly the same digits
+
+
+class _Point(NamedTuple):
+    """A logarithm of the noise, and that of epsilon over its target there."""
+
+    x: float
+    excess: float
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The run as the accountant sees it, fixed before the first image is used.
+    """The run as the accountant sees it, fixed before the first row is used.
 
     Attributes:
         num_units: N, the number of privacy units.
@@ -166,7 +175,7 @@ def calibrate_noise_multiplier(
     accountant: str = "rdp",
     spent: Sequence[SampledGaussian] = (),
 ) -> float:
-    """Returns the smallest noise multiplier, to six significant digits, that meets the budget.
+    """Returns a noise multiplier of six significant digits that meets the budget and uses it up.
 
     The digits are few so that the number in a log or a configuration file is the one in use.
 
@@ -184,17 +193,16 @@ def calibrate_noise_multiplier(
     Guarantees:
         What all draws together cost at the returned value is at most ``target_epsilon``, and at
         least 99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
-        ``sample_rate`` is about ``target_delta``) or PRV gives way to RDP just there.
+        ``sample_rate`` is about ``target_delta``) or epsilon jumps over that range, as where PRV
+        gives way to RDP.
     """
     check_delta(target_delta)
     if not 0 < target_epsilon < math.inf:
         raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
     if steps < 1:
         raise ValueError(f"steps={steps} must be >= 1.")
-
-    event = functools.partial(SampledGaussian, sample_rate=sample_rate, steps=steps)
     start = 1.0
-    if accountant != "rdp":  # never above RDP, so RDP's answer is where the search begins
+    if accountant != "rdp":  # slower, and never above RDP, so RDP's answer meets the budget
         start = calibrate_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -203,27 +211,22 @@ def calibrate_noise_multiplier(
             spent=spent,
         )
 
-    @functools.cache
     def excess(log_noise: float) -> float:
         """Logarithm of epsilon over its target, which falls as the noise grows."""
-        bound = epsilon_bound(
-            [*spent, event(math.exp(log_noise))], delta=target_delta, accountant=accountant
-        )
+        event = SampledGaussian(_digits_up(math.exp(log_noise)), sample_rate, steps)
+        bound = epsilon_bound([*spent, event], delta=target_delta, accountant=accountant)
         return math.log(max(bound.epsilon, 1e-300) / target_epsilon)
 
-    low, high = _bracket(excess, start=math.log(start), step=math.log(2 if start == 1 else 1.25))
-    if excess(high) > 0:
+    allowance = _ALLOWANCE if accountant == "rdp" else _SLOW_ALLOWANCE
+    low, *others = _bracket(excess, start=math.log(start), allowance=allowance)
+    found = _false_position(excess, low, *others, allowance=allowance) if others else low
+    if found.excess > 0:
         raise ValueError(
             f"target_epsilon={target_epsilon} must be at least "
-            f"{round_up(target_epsilon * math.exp(excess(high)), 3)} at "
+            f"{round_up(target_epsilon * math.exp(found.excess), 3)} at "
             f"target_delta={target_delta}."
         )
-    root = falling_root(excess, low, high, tolerance=1e-7) if excess(low) > 0 else low
-    quantum = 10.0 ** (math.floor(root / math.log(10)) - _SIGNIFICANT_DIGITS + 1)
-    units = math.ceil(math.exp(root) / quantum)
-    while excess(math.log(_decimal(units * quantum))) > 0:
-        units += 1
-    return _decimal(units * quantum)
+    return _digits_up(math.exp(found.x))
 
 
 def steps_per_epoch(sample_rate: float) -> int:
@@ -337,17 +340,49 @@ def _longest(
     return steps
 
 
-def _bracket(excess: Callable[[float], float], *, start: float, step: float) -> tuple[float, float]:
-    """Two log noise multipliers around the zero of a falling function, or the end of the range."""
-    low = high = start
+def _bracket(excess: Callable[[float], float], *, start: float, allowance: float) -> list[_Point]:
+    """Points around the zero of a falling function, or the one that is met or ends the range.
+
+    Epsilon nearly always falls at least as fast as one over the noise, so that a first move by the
+    excess passes the middle of the allowance.
+    """
     smallest, largest = map(math.log, (SMALLEST_NOISE_MULTIPLIER, _LARGEST_NOISE_MULTIPLIER))
-    while excess(high) > 0 and high < largest:
-        low, high = high, min(high + step, largest)
-    while excess(low) <= 0 and low > smallest:
-        low, high = max(low - step, smallest), low
-    return low, high
+    near = _Point(start, excess(start))
+    upwards, stride = near.excess > 0, 0.0
+    while not -allowance <= near.excess <= 0 and near.x != (largest if upwards else smallest):
+        stride = max(2 * stride, min(1.0, abs(near.excess + allowance / 2)))
+        x = min(largest, near.x + stride) if upwards else max(smallest, near.x - stride)
+        far = _Point(x, excess(x))
+        if (far.excess > 0) != upwards:
+            return [near, far] if upwards else [far, near]
+        near = far
+    return [near]
 
 
-def _decimal(value: float) -> float:
-    """The float that prints with six significant digits."""
-    return float(f"{value:.{_SIGNIFICANT_DIGITS - 1}e}")
+def _false_position(
+    excess: Callable[[float], float], low: _Point, high: _Point, *, allowance: float
+) -> _Point:
+    """A point between where the function is in [-allowance, 0], or the lowest below a jump.
+
+    Aims at the middle of the allowance, and halves the pull of an end that stays (Illinois).
+    """
+
+    def pull(point: _Point) -> float:
+        return min(1.0, abs(point.excess + allowance / 2))
+
+    pull_low, pull_high, moved = pull(low), pull(high), ""
+    while high.excess < -allowance and high.x - low.x > _SAME_NOISE:
+        x = low.x + (high.x - low.x) * pull_low / (pull_low + pull_high)
+        point = _Point(x, excess(x))
+        if point.excess > 0:
+            pull_high /= 2 if moved == "low" else 1
+            low, pull_low, moved = point, pull(point), "low"
+        else:
+            pull_low /= 2 if moved == "high" else 1
+            high, pull_high, moved = point, pull(point), "high"
+    return high
+
+
+def _digits_up(value: float) -> float:
+    """The number of six significant digits that is not below the value."""
+    return float(round_up(value, _SIGNIFICANT_DIGITS))

@@ -4,10 +4,7 @@ Receives matrices that are already private (momentum buffers) and public constan
 coefficient table, the known standard deviation of the noise in every entry. Returns new tensors;
 inputs are never written to. Everything here is post-processing and free of privacy cost.
 
-Notation: an m x n matrix, m <= n, is Y = X + s Z with Z of independent standard normal entries;
-beta = m / n, and singular values of Y and X are y and x, in units of s sqrt(n) where a function
-says so. What is known of y, x and their vectors as m, n grow is in Benaych-Georges and Nadakuditi
-(2012, arXiv 1103.2221) and Gavish and Donoho (2014, arXiv 1305.5870; 2017, arXiv 1405.7511).
+What is known of the singular values of signal and noise, and the notation, is in ``random_matrix``.
 """
 
 from __future__ import annotations
@@ -19,6 +16,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hf_dpmuon.random_matrix import (
+    detection_gate,
+    detection_threshold,
+    polar_weights,
+    shrink_singular_values,
+)
+
 __all__ = [
     "COEFFICIENTS",
     "Triple",
@@ -27,11 +31,6 @@ __all__ = [
     "newton_schulz",
     "polar_factor",
     "spectral_norm",
-    "SHRINKERS",
-    "detection_gate",
-    "hidden_signal",
-    "shrink_singular_values",
-    "polar_weights",
     "NOISE_AWARE_MAPS",
     "SPECTRAL_MAPS",
     "spectral_map",
@@ -307,141 +306,6 @@ def _starts(rows: int, device: torch.device) -> Tensor:
     return numbers.square().sin().view(rows, 4).to(device, torch.float32)
 
 
-# ---- Facts on noise of a known level ----
-
-# Quantiles of the Tracy-Widom law of real matrices, by the probability of a false alarm.
-TRACY_WIDOM = {0.05: 0.9793, 0.01: 2.0234}
-
-
-def detection_gate(rows: int, columns: int, *, false_alarm: float = 0.01) -> float:
-    """Singular value, in units of s, that pure noise exceeds with probability ``false_alarm``.
-
-    sqrt(mu + q tau) with mu = (sqrt(m-1) + sqrt(n))^2, tau = (sqrt(m-1) + sqrt(n))
-    (1/sqrt(m-1) + 1/sqrt(n))^(1/3) (Johnstone 2001). The bare edge of the bulk, sqrt(m) + sqrt(n),
-    is exceeded in 14 to 15 % of draws.
-
-    Args:
-        rows: Either dimension, >= 1.
-        columns: The other one, >= 1.
-        false_alarm: 0.05 or 0.01.
-
-    Raises:
-        ValueError: If a dimension is below 1 or the probability is not tabulated.
-    """
-    if min(rows, columns) < 1:
-        raise ValueError(f"rows={rows} and columns={columns} must be >= 1.")
-    if false_alarm not in TRACY_WIDOM:
-        raise ValueError(f"false_alarm={false_alarm} must be one of {sorted(TRACY_WIDOM)}.")
-    # A vector's norm has no such law; taking its one entry as two keeps the gate above the noise.
-    m, n = max(2, min(rows, columns)), max(rows, columns)
-    edge = math.sqrt(m - 1) + math.sqrt(n)
-    tau = edge * (1 / math.sqrt(m - 1) + 1 / math.sqrt(n)) ** (1 / 3)
-    return math.sqrt(edge**2 + TRACY_WIDOM[false_alarm] * tau)
-
-
-def hidden_signal(rows: int, columns: int) -> float:
-    """Largest singular value x, in units of s, that noise hides: (m n)^(1/4) (BBP transition)."""
-    return math.sqrt(math.sqrt(rows * columns))
-
-
-def _clean_value(y: Tensor, beta: float) -> Tensor:
-    """The x of a noisy y >= 1 + sqrt(beta), both in units of s sqrt(n)."""
-    t = y.square() - beta - 1
-    return ((t + (t.square() - 4 * beta).clamp(min=0).sqrt()) / 2).sqrt()
-
-
-def _overlaps(x: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Cosines of the noisy to the clean singular vectors, m- and n-dimensional."""
-    signal = (x**4 - beta).clamp(min=0)
-    return (signal / (x**4 + beta * x**2)).sqrt(), (signal / (x**4 + x**2)).sqrt()
-
-
-def _frobenius(y: Tensor, beta: float) -> Tensor:
-    t = y.square() - beta - 1
-    return (t.square() - 4 * beta).clamp(min=0).sqrt() / y
-
-
-def _nuclear(y: Tensor, beta: float) -> Tensor:
-    x = _clean_value(y, beta)
-    return ((x**4 - beta - math.sqrt(beta) * x * y) / (x.square() * y)).clamp(min=0)
-
-
-def _hard(y: Tensor, beta: float) -> Tensor:
-    threshold = math.sqrt(
-        2 * (beta + 1) + 8 * beta / ((beta + 1) + math.sqrt(beta**2 + 14 * beta + 1))
-    )
-    return torch.where(y > threshold, y, 0.0)
-
-
-# Each maps noisy values y >= 1 + sqrt(beta), in units of s sqrt(n), to estimates of clean ones.
-SHRINKERS = {
-    "frobenius": _frobenius,  # least expected squared error (Gavish and Donoho 2017)
-    "operator": _clean_value,  # least error in spectral norm (the same)
-    "nuclear": _nuclear,  # least error in nuclear norm (the same)
-    "hard": _hard,  # the best threshold that keeps y as it is (Gavish and Donoho 2014)
-}
-
-
-def shrink_singular_values(
-    values: Tensor, *, rows: int, columns: int, noise_std: float, rule: str = "frobenius"
-) -> Tensor:
-    """Estimate the singular values of X from those of Y = X + s Z, s known.
-
-    Args:
-        values: Shape (..., k), in the units of ``noise_std``, >= 0.
-        rows: Either dimension of the matrix, >= 1.
-        columns: The other one.
-        noise_std: s >= 0, the noise's standard deviation in every entry.
-        rule: A key of ``SHRINKERS``.
-
-    Returns:
-        Shape (..., k), float64. Zero for values within the bulk of the noise; the values themselves
-        if ``noise_std`` is 0.
-
-    Raises:
-        ValueError: If the rule is unknown, or an argument is out of range.
-    """
-    if rule not in SHRINKERS:
-        raise ValueError(f"rule={rule!r} must be one of {', '.join(SHRINKERS)}.")
-    y, beta, unit = _in_units_of_noise(values, rows, columns, noise_std)
-    if unit == 0:
-        return y
-    above = y > 1 + math.sqrt(beta)
-    return torch.where(above, SHRINKERS[rule](y.clamp(min=1 + math.sqrt(beta)), beta), 0.0) * unit
-
-
-def polar_weights(values: Tensor, *, rows: int, columns: int, noise_std: float) -> Tensor:
-    """Weights w of the noisy singular vectors that best estimate the *clean* polar factor.
-
-    The sum of u_i v_i^T over the clean vectors, estimated by the sum of w_i uh_i vh_i^T over the
-    noisy ones with least squared error: w = c_L c_R, the product of both overlaps, above the bulk
-    and 0 within.
-
-    Args and errors are those of ``shrink_singular_values``.
-
-    Returns:
-        Shape (..., k), float64, in [0, 1].
-    """
-    y, beta, unit = _in_units_of_noise(values, rows, columns, noise_std)
-    if unit == 0:
-        return (y > y[..., :1] * max(rows, columns) * torch.finfo(torch.float32).eps).double()
-    above = y > 1 + math.sqrt(beta)
-    left, right = _overlaps(_clean_value(y.clamp(min=1 + math.sqrt(beta)), beta), beta)
-    return torch.where(above, left * right, 0.0)
-
-
-def _in_units_of_noise(
-    values: Tensor, rows: int, columns: int, noise_std: float
-) -> tuple[Tensor, float, float]:
-    """Values in units of s sqrt(n) (as they are if s is 0), beta, and that unit."""
-    if min(rows, columns) < 1:
-        raise ValueError(f"rows={rows} and columns={columns} must be >= 1.")
-    if not (math.isfinite(noise_std) and noise_std >= 0):
-        raise ValueError(f"noise_std={noise_std} must be a finite number >= 0.")
-    unit = noise_std * math.sqrt(max(rows, columns))
-    return values.double() / (unit or 1.0), min(rows, columns) / max(rows, columns), unit
-
-
 # ---- Maps by name ----
 
 NOISE_AWARE_MAPS = frozenset(
@@ -572,6 +436,6 @@ def scaled_polar(
     ).float()
     raw, size = _at_unit_norm(matrix)
     share = torch.where(norm > 0, norm / size, 1.0)  # of the leading value in the Frobenius norm
-    hidden = raw * (noise_std * hidden_signal(rows, columns) / share).float()
+    hidden = raw * (noise_std * detection_threshold(rows, columns) / share).float()
     detected = norm > noise_std * detection_gate(rows, columns)
     return torch.where(detected, direction * clean, hidden).to(matrix.dtype)

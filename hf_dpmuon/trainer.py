@@ -71,7 +71,8 @@ class DPTrainer(PublishingTrainer):
             ``labels``; several labels of one row are floats, NaN where one is missing.
         eval_dataset: Examples for evaluation; not covered by the guarantee.
         data_collator: Collates rows without mixing them; only images and labels reach the model.
-        processing_class: The image processor to save beside the model.
+        processing_class: The image processor to save beside the model. Without a collator it also
+            makes pixel values of rows that hold one Pillow image.
         compute_metrics: Evaluation metrics; by default those of ``metrics.build_metrics``.
         preprocess_logits_for_metrics, callbacks: As in ``Trainer``.
         optimizers: An optimizer over exactly the trainable parameters, and a scheduler.
@@ -420,6 +421,7 @@ class DPTrainer(PublishingTrainer):
 
     def complete_checkpoint(self, checkpoint: Path) -> None:
         """Add the filter's past gradients, and what the run goes on from."""
+        checkpoints.save_adapters(self.model, checkpoint)
         checkpoints.save_filter(self._trained.filter, checkpoint)
         self.privacy_run.save(checkpoint, step=self.state.global_step)
 
@@ -430,6 +432,7 @@ class DPTrainer(PublishingTrainer):
                 self.args,
                 optimizer=self.optimizer,
                 scheduler=self._own_scheduler,
+                model=self.model,
                 class_weights=self._loss.weights is not None,
                 steps=self.plan.steps,
             ),

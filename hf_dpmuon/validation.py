@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from hf_dpmuon.adapters import adapter_problems
+
 __all__ = ["validate_model"]
 
 MIXING = nn.modules.batchnorm._BatchNorm
@@ -29,7 +31,7 @@ def validate_model(model: nn.Module) -> None:
     ordinary = {
         name: p for name, p in trainable.items() if p.layout is torch.strided and not p.is_complex()
     }
-    problems = []
+    problems = list(adapter_problems(model))
     if any(
         "_orig_mod" in path.split(".") or module._compiled_call_impl is not None
         for path, module in modules.items()
@@ -44,10 +46,6 @@ def validate_model(model: nn.Module) -> None:
         "BatchNorm mixes samples in {}: replace it by GroupNorm (as builtin:resnet-18-gn has it), "
         "or freeze it (torchvision.ops.FrozenBatchNorm2d)": [
             path for path, module in modules.items() if isinstance(module, MIXING)
-        ],
-        "{} is of peft, whose adapters are not saved with the model, so it is not supported yet: "
-        "pass the plain model, and freeze what should not train": [
-            path for path, module in modules.items() if type(module).__module__.startswith("peft.")
         ],
         "training updates buffers of {} with raw statistics: remove spectral norms and set "
         "track_running_stats=False": [

@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import timm
 import torch
 import transformers
 from torch import Tensor, nn
 
-import hf_dpmuon.networks  # noqa: F401  # registers its networks with timm
+from hf_dpmuon.networks import ARCHITECTURES
 
 NUM_CLASSES = 3
 
@@ -87,6 +88,13 @@ class Dinov3Classifier(nn.Module):
 
 def timm_model(name: str, **settings: Any) -> nn.Module:
     return timm.create_model(name, num_classes=NUM_CLASSES, **settings)
+
+
+def residual(name: str, widths: tuple[int, ...]) -> nn.Module:
+    """A residual network with all its blocks, in fewer channels."""
+    few = replace(ARCHITECTURES[name], stem_width=16, widths=widths)
+    with mock.patch.dict(ARCHITECTURES, {name: few}):
+        return timm_model(name)
 
 
 TIMM_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -200,19 +208,19 @@ FAMILIES = [
     Family("timm cait", partial(timm_model, "cait_xxs24_224", **TIMM_VIT)),
     Family(
         "builtin:wrn-16-4",
-        partial(timm_model, "hf_dpmuon_wrn_16_4"),
+        partial(residual, "hf_dpmuon_wrn_16_4", (16, 32, 32)),
         notes="from scratch; builtin:wrn-28-10 is the same, deeper and wider, and not run here",
         hooks=True,
     ),
     Family(
         "builtin:resnet-18-gn",
-        partial(timm_model, "hf_dpmuon_resnet_18_gn"),
+        partial(residual, "hf_dpmuon_resnet_18_gn", (16, 16, 32, 32)),
         notes="from scratch",
         hooks=True,
     ),
     Family(
         "timm resnet18 with GroupNorm",
-        partial(timm_model, "resnet18", norm_layer=GROUP_NORM),
+        partial(timm_model, "resnet18", channels=(16, 16, 32, 32), norm_layer=GROUP_NORM),
         32,
         notes="from scratch",
     ),
@@ -295,7 +303,7 @@ def documentation() -> str:
         "  gradient that is not known per sample, which stops the step before any update.",
         "- Two parameters that share memory; one parameter in several modules is fine, and is",
         "  saved under each of its names.",
-        "- Adapters of peft.",
+        "- Adapters of peft other than LoRA on linear layers and convolutions (DoRA and its kin).",
         "",
         "The hooks engine refuses by name, besides: recurrent layers, `EmbeddingBag`, norms",
         "without a bias, activations with `inplace=True`, and a batch that is not the first",

@@ -6,10 +6,16 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything that reads it is imported
 
+import atexit
 import multiprocessing
+import runpy
 import socket
+import subprocess
+import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,7 @@ from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.trainer import DPTrainer
 
+ROOT = Path(__file__).parents[1]
 NUM_CLASSES = 3
 
 
@@ -359,6 +366,66 @@ def in_processes(world_size: int, work: Callable[[int], Any]) -> list[Any]:
     for _, _, error in collected:
         assert error is None, error
     return [result for _, result, _ in sorted(collected, key=lambda item: item[0])]
+
+
+def forked(
+    work: Callable[[], object], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run what an interpreter of its own would: only the imports are those of this process.
+
+    It has its own streams, variables, warnings, exit functions and exit code.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+
+        def child() -> None:
+            code = 1
+            try:
+                for number, (name, stream) in enumerate({"stdout": out, "stderr": err}.items(), 1):
+                    os.dup2(stream.fileno(), number)
+                    setattr(sys, name, os.fdopen(number, "w", closefd=False))
+                if environment is not None:
+                    os.environ.clear()
+                    os.environ.update(environment)
+                os.chdir(ROOT)
+                atexit._clear()
+                warnings.resetwarnings()
+                warnings.simplefilter("ignore")
+                torch.set_num_threads(1)
+                AcceleratorState._reset_state(reset_partial_state=True)
+                GradientState._reset_state()
+                try:
+                    work()
+                    code = 0
+                except SystemExit as end:
+                    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                except BaseException:
+                    traceback.print_exc()
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(timeout=WATCHDOG)
+        process.kill()
+        process.join()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess([], process.exitcode or 0, out.read(), err.read())
+
+
+def script(
+    *options: str, path: str = "scripts/finetune_vit.py", **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with these options, ``forked``."""
+
+    def work() -> None:
+        sys.argv = [path, *options]
+        runpy.run_path(path, run_name="__main__")
+
+    return forked(work, **settings)
 
 
 class Noise(torch.utils.data.Dataset):

@@ -275,11 +275,32 @@ def test_calibration_to_extreme_budgets(target, q, steps):
     assert 0.995 * target <= epsilon(calibrate(target, q, steps), q, steps) <= target
 
 
-@pytest.mark.parametrize(("target", "q", "steps"), [(3, 0.02, 500), (8, 1.0, 60), (1000, 0.02, 50)])
-def test_prv_calibration(target, q, steps):
-    sigma = calibrate(target, q, steps, accountant="prv")
-    assert 0.995 * target <= epsilon(sigma, q, steps, accountant="prv") <= target
+@pytest.mark.parametrize(
+    ("accountant", "target", "q", "steps"),
+    [
+        ("prv", 3, 0.02, 500),
+        ("prv", 8, 1.0, 60),
+        ("prv", 1000, 0.02, 50),
+        ("prv", 0.01, 1e-4, 1),  # where epsilon falls steeply with the noise
+        ("pld", 0.01, 0.3, 100),
+        ("pld", 3, 0.3, 100),
+        ("pld", 50, 1.0, 10_000),
+    ],
+)
+def test_slow_accountants_are_asked_few_times_for_a_calibration(
+    accountant, target, q, steps, monkeypatch
+):
+    asked = []
+
+    def counting(events, *, delta, accountant):
+        asked.append(accountant)
+        return epsilon_bound(events, delta=delta, accountant=accountant)
+
+    monkeypatch.setattr("hf_dpmuon.plan.epsilon_bound", counting)
+    sigma = calibrate(target, q, steps, accountant=accountant)
+    assert 0.995 * target <= epsilon(sigma, q, steps, accountant=accountant) <= target
     assert sigma <= calibrate(target, q, steps)
+    assert asked.count(accountant) <= 8
 
 
 @pytest.mark.parametrize(("target", "q", "steps"), [(4, 0.02048, 2400), (3, 1.0, 60), (0.5, 1, 1)])

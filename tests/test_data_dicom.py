@@ -1,5 +1,6 @@
 """Laws of DICOM: grey levels keep their order and their scale, and nothing else leaves the file."""
 
+import json
 import logging
 import sys
 import warnings
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from image_tables import SECRET, write_dicom, write_image
 from pydicom.data import get_testdata_file
@@ -185,11 +187,17 @@ def test_tables_may_name_dicom_files(tmp_path: Path) -> None:
     assert not any("ignored" in note for note in splits.notes)
 
 
-def test_dicom_files_with_metadata_of_another_form_are_refused(tmp_path: Path) -> None:
-    write_dicom(tmp_path / "0.dcm", ramp(0))
-    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.dcm", "label": 0}')
-    with pytest.raises(ValueError, match=r"write it as metadata\.csv"):
-        load_image_dataset(str(tmp_path))
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_dicom_files_with_metadata_of_another_form_are_read(tmp_path: Path, form: str) -> None:
+    rows = [{"file_name": f"{i}.dcm", "label": i % 2} for i in range(3)]
+    for i, row in enumerate(rows):
+        write_dicom(tmp_path / str(row["file_name"]), ramp(i))
+    if form == "jsonl":
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pd.DataFrame(rows).to_parquet(tmp_path / "metadata.parquet")
+    splits = load_image_dataset(str(tmp_path))
+    assert (splits.image_column, splits.train["label"][:]) == ("image", [0, 1, 0])
 
 
 def test_several_frames_are_refused_by_name_and_without_the_patient(tmp_path: Path) -> None:

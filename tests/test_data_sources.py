@@ -256,7 +256,7 @@ def test_names_of_files_that_make_another_split_are_explained(tmp_path: Path) ->
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.xlsx").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"must end in \.csv, \.tsv, \.parquet or \.tar"):
+    with pytest.raises(ValueError, match=r"must end in \.csv, \.tsv, .*\.parquet, \.tar\."):
         load_image_dataset(str(tmp_path / "x.xlsx"))
 
 
@@ -270,7 +270,7 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
     assert "john" not in str(splits.notes)
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "a.pdf").write_bytes(b"PDF")
-    with pytest.raises(ValueError, match="no column looks like the images"):
+    with pytest.raises(ValueError, match="has 1 files, but no image, table"):
         load_image_dataset(str(tmp_path / "only"))
 
 
@@ -305,7 +305,7 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, str], me
 
 
 def test_the_hub_says_what_is_missing_in_one_sentence(tmp_path: Path) -> None:
-    """The real clients, against a Hub on loopback, in a process that has no token, then one."""
+    """The real clients, against a Hub on loopback: with no token, a wrong and a right one."""
     rows = [
         {"image": {"bytes": png_of(np.full((4, 4), i)), "path": None}, "label": i % 2}
         for i in range(4)
@@ -313,14 +313,17 @@ def test_the_hub_says_what_is_missing_in_one_sentence(tmp_path: Path) -> None:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     files = {"data/train-00000-of-00001.parquet": parquet_of(rows, features)}
     code = """
-import json, sys
+import json, os, sys
 from hf_dpmuon.data import load_image_dataset
 said = {}
-for name, revision in json.loads(sys.argv[1]):
-    try:
-        said[f"{name}@{revision}"] = len(load_image_dataset(name, revision=revision).train)
-    except ValueError as error:
-        said[f"{name}@{revision}"] = str(error)
+for token in ("", "hf_expired", "hf_loopback"):  # the last: what it may read would be in the cache
+    os.environ["HF_TOKEN"] = token
+    answers = said[token] = {}
+    for name, revision in json.loads(sys.argv[1]):
+        try:
+            answers[f"{name}@{revision}"] = len(load_image_dataset(name, revision=revision).train)
+        except ValueError as error:
+            answers[f"{name}@{revision}"] = str(error)
 print("SAID", json.dumps(said))
 """
     names = ["open", "gated", "private", "absent", "scripted"]
@@ -331,12 +334,9 @@ print("SAID", json.dumps(said))
         hub.add_dataset("clinic/gated", files, gated=True)
         hub.add_dataset("clinic/private", files, private=True)
         hub.add_dataset("clinic/scripted", {"scripted.py": b"raise SystemExit"})
-        said = {}
-        for token in (None, "hf_loopback", "hf_expired"):
-            home = tmp_path / str(token)
-            done = hub.python(code, json.dumps(asked), home=home, token=token)
-            said[token] = json.loads(done.stdout.split("SAID ")[1])
-    stranger, member = said[None], said["hf_loopback"]
+        done = hub.python(code, json.dumps(asked), home=tmp_path, token=None)
+    said = json.loads(done.stdout.split("SAID ")[1])
+    stranger, member = said[""], said["hf_loopback"]
     assert stranger["clinic/open@None"] == stranger["clinic/open@main"] == 4
     assert "is gated: accept the terms on its page" in stranger["clinic/gated@None"]
     assert "`hf auth login`, or set HF_TOKEN" in stranger["clinic/gated@None"]
@@ -378,13 +378,14 @@ def test_a_hub_that_does_not_answer_is_told_from_one_that_says_no(tmp_path: Path
     assert "the Hub cannot be reached" in done.stderr.splitlines()[-1]
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, os.strerror(28))
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def download_and_prepare(self) -> None:
+            raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(datasets.DatasetBuilder, "download_and_prepare", full)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: Full())
     with pytest.raises(ValueError, match="does not fit on the disk of the cache"):
-        load_image_dataset(str(parquet(tmp_path / "x", train=table(["a", "b"]))))
+        load_image_dataset("clinic/scans")
 
 
 @pytest.mark.parametrize(

@@ -35,3 +35,14 @@ def test_python_in_the_readme_compiles():
     assert blocks
     for block in blocks:
         compile(block, "README.md", "exec")
+
+
+def test_every_test_that_a_page_names_exists():
+    """A name may end in ``...`` for the rest of it, or be that of a file."""
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    functions = "\n".join(re.findall(r"^ *def (test_\w+)", "\n".join(tests.values()), re.M))
+    for page in PAGES:
+        for name in re.findall(r"`(test_[\w.]+)`", page.read_text()):
+            start = re.escape(name.removesuffix("..."))
+            end = r"\w*" if name.endswith("...") else ""
+            assert name in tests or re.search(f"^{start}{end}$", functions, re.M), (page.name, name)

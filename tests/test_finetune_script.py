@@ -5,42 +5,17 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from support import ROOT, forked, in_processes, script
 from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-ROOT = Path(__file__).parents[1]
-
-
-def launch(
-    *options: str, processes: int = 1, script: str = "scripts/finetune_vit.py"
-) -> subprocess.CompletedProcess[str]:
-    several = ["--multi_gpu"] if processes > 1 else []
-    return subprocess.run(
-        [
-            str(Path(sys.executable).with_name("accelerate")),
-            "launch",
-            *several,
-            f"--num_processes={processes}",
-            "--num_machines=1",
-            "--mixed_precision=no",
-            "--dynamo_backend=no",
-            script,
-            *options,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
 
 # A process group that is open when the interpreter ends aborts the process now and then.
 # Each process says so in a file of its own: their lines on one pipe would run into each other.
@@ -50,19 +25,52 @@ said = pathlib.Path(__file__).with_name("open-at-exit-" + os.environ.get("RANK",
 atexit.register(lambda: said.write_text(str(torch.distributed.is_initialized())))
 runpy.run_path("scripts/finetune_vit.py", run_name="__main__")
 """
+QUICKSTART = ("--config=configs/quickstart.yaml", "--max_steps=2", "--logical_batch_size=32")
 
 
-def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
-    folder = tmp_path / "run"
-    done = launch(
-        "--config=configs/quickstart.yaml",
-        "--max_steps=2",
-        "--logical_batch_size=32",
-        f"--output_dir={folder}",
+def looking(folder: Path) -> str:
+    path = folder / "finetune_and_look.py"
+    path.write_text(LOOK_AT_EXIT)
+    return str(path)
+
+
+def said_at_exit(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("open-at-exit-*"))]
+
+
+@dataclass(frozen=True)
+class Launched:
+    folder: Path
+    stdout: str
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """The quickstart as a user launches it, in two processes with interpreters of their own."""
+    home = tmp_path_factory.mktemp("launched")
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("accelerate")),
+            *("launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+            *("--mixed_precision=no", "--dynamo_backend=no"),
+            *(looking(home), *QUICKSTART, f"--output_dir={home / 'run'}"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "test accuracy" in done.stdout
-    assert "Routing of parameters" in done.stdout
+    assert said_at_exit(home) == ["False", "False"]
+    return Launched(home / "run", done.stdout)
+
+
+def test_the_quickstart_trains_evaluates_and_saves(launched):
+    folder = launched.folder
+    assert launched.stdout.count("test accuracy") == 1
+    assert launched.stdout.count("Routing of parameters") == 1
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
         "config.json",
@@ -77,7 +85,7 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report["guarantee"] is True
     assert 0.995 * 8 <= report["epsilon"] <= 8
-    assert f"epsilon        {report['epsilon']:.4f}" in done.stdout
+    assert f"epsilon        {report['epsilon']:.4f}" in launched.stdout
     model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -86,22 +94,15 @@ def test_the_quickstart_trains_evaluates_and_saves(tmp_path):
 
 
 def test_two_processes_train_as_one(tmp_path):
-    options = [
-        "--config=configs/quickstart.yaml",
-        "--max_steps=2",
-        "--logical_batch_size=32",
-        "--noise_seed=5",
-    ]
-    script = tmp_path / "finetune_and_look.py"
-    script.write_text(LOOK_AT_EXIT)
     states = []
     for processes in (1, 2):
         folder = tmp_path / str(processes)
-        done = launch(*options, f"--output_dir={folder}", processes=processes, script=str(script))
-        assert done.returncode == 0, done.stderr[-3000:]
-        said = [path.read_text() for path in sorted(tmp_path.glob("open-at-exit-*"))]
-        assert said == ["False"] * processes
-        assert done.stdout.count("test accuracy") == 1
+        options = (*QUICKSTART, "--noise_seed=5", "--use_cpu", f"--output_dir={folder}")
+        path = looking(tmp_path)
+        ran = in_processes(processes, lambda _, o=options, p=path: script(*o, path=p))
+        assert [done.returncode for done in ran] == [0] * processes, ran[0].stderr[-3000:]
+        assert said_at_exit(tmp_path) == ["False"] * processes
+        assert [done.stdout.count("test accuracy") for done in ran] == [1, 0][:processes]
         states.append(AutoModelForImageClassification.from_pretrained(folder).state_dict())
     difference = max(float((states[0][n] - states[1][n]).abs().max()) for n in states[0])
     assert difference < 1e-5
@@ -120,14 +121,7 @@ def test_two_processes_train_as_one(tmp_path):
 )
 def test_bad_input_ends_with_one_sentence_and_code_2(tmp_path, options, sentence):
     folder = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "scripts/finetune_vit.py", f"--output_dir={folder}", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = script(f"--output_dir={folder}", *options)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit:")]
@@ -136,14 +130,7 @@ def test_bad_input_ends_with_one_sentence_and_code_2(tmp_path, options, sentence
 
 
 def test_help_names_every_privacy_option():
-    done = subprocess.run(
-        [sys.executable, "scripts/finetune_vit.py", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = script("--help")
     assert done.returncode == 0
     for option in ("target_epsilon", "noise_multiplier", "logical_batch_size", "dataset_name"):
         assert f"--{option}" in done.stdout
@@ -153,25 +140,13 @@ def test_help_names_every_privacy_option():
 def test_a_full_disk_ends_with_one_sentence_and_no_part_of_a_model(tmp_path, saving):
     folder = tmp_path / "run"
     options = ["--save_strategy=steps", "--save_steps=1"] if saving == "a checkpoint" else []
-    done = subprocess.run(
-        [
-            sys.executable,
-            "scripts/finetune_vit.py",
-            "--config=configs/quickstart.yaml",
-            "--max_steps=1",
-            "--logical_batch_size=32",
-            "--use_cpu",
-            f"--output_dir={folder}",
-            *options,
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+
+    def on_a_full_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+        sys.argv = ["finetune_vit", *QUICKSTART, "--use_cpu", f"--output_dir={folder}", *options]
+        runpy.run_path("scripts/finetune_vit.py", run_name="__main__")
+
+    done = forked(on_a_full_disk)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit:")]
@@ -182,16 +157,11 @@ def test_a_full_disk_ends_with_one_sentence_and_no_part_of_a_model(tmp_path, sav
     assert not any("incomplete" in name or "checkpoint" in name for name in left)
 
 
-def test_the_card_of_the_quickstart_says_how_to_load_it_and_is_right(tmp_path, monkeypatch):
+def test_the_card_of_the_quickstart_says_how_to_load_it_and_is_right(
+    launched, tmp_path, monkeypatch
+):
     """Its model is greyscale, which `pipeline` would feed RGB."""
-    folder = tmp_path / "run"
-    done = launch(
-        "--config=configs/quickstart.yaml",
-        "--max_steps=1",
-        "--logical_batch_size=32",
-        f"--output_dir={folder}",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    folder = launched.folder
     card = (folder / "README.md").read_text()
     snippet = card.split("```python\n")[1].split("```")[0]
     Image.new("L", (50, 40), 90).save(tmp_path / "image.png")

@@ -12,8 +12,6 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,7 +25,7 @@ import torch
 from huggingface_hub import HfApi, constants
 from loopback_hub import READ_TOKEN, TOKEN, USER, LoopbackHub
 from safetensors.torch import load_file, save_file
-from support import Images, arguments, as_loaded, in_processes, trainer_of
+from support import Images, arguments, as_loaded, in_processes, script, trainer_of
 from transformers import (
     AutoModelForImageClassification,
     BeitConfig,
@@ -909,22 +907,13 @@ def test_of_two_processes_one_pushes_and_both_hear_a_refusal(server, tmp_path):
     assert server.repositories[REPOSITORY].messages[1:] == ["End of training"]
 
 
-def script(server: LoopbackHub, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/finetune_vit.py", "--config=configs/quickstart.yaml", *options],
-        cwd=ROOT,
-        env=server.environment(home),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def test_the_command_pushes_or_says_in_one_sentence_why_not(server, tmp_path):
-    options = ("--max_steps=1", "--logical_batch_size=32", "--push_to_hub")
+    options = (
+        *("--config=configs/quickstart.yaml", "--max_steps=1", "--logical_batch_size=32"),
+        *("--use_cpu", "--push_to_hub"),
+    )
     server.add_model(f"{USER}/public")
-    done = script(server, tmp_path, *options, f"--output_dir={tmp_path / 'public'}")
+    done = script(*options, f"--output_dir={tmp_path / 'public'}")
     assert done.returncode == 2
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit")]
     assert f"{USER}/public' is public" in sentence
@@ -932,7 +921,7 @@ def test_the_command_pushes_or_says_in_one_sentence_why_not(server, tmp_path):
     assert not (tmp_path / "public").exists()
     assert_nothing_sent(server)
     server.fail_next("POST", "/commit/", status=403)
-    done = script(server, tmp_path, *options, f"--output_dir={tmp_path / 'digits'}")
+    done = script(*options, f"--output_dir={tmp_path / 'digits'}")
     assert done.returncode == 2
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("finetune_vit")]
     assert "push_folder" in sentence

@@ -409,10 +409,12 @@ def test_the_units_in_paths_that_the_guide_names_are_found(tmp_path, of, paths, 
 # Each run is a child of its own, with the script's own streams and exit code; only the imports are
 # shared.
 RUN_ALL = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
 import datasets, sklearn.metrics, timm, transformers, matplotlib.figure
 import hf_dpmuon.trainer, hf_dpmuon.data, hf_dpmuon.models
 assert not datasets.config.HF_HUB_OFFLINE
+gc.collect()
+gc.freeze()  # what is collected is the runs', and no page of the imports is copied for it
 for name, options in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:

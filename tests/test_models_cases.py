@@ -1,7 +1,5 @@
 """Models as users bring them: fused weights, ties, adapters, wrappers and checkpointing."""
 
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import timm
 import torch
 from per_sample_oracle import assert_matches, backward, loop_of_one, random_batch
 from support import Noise, tiny_timm_vit, tiny_vit
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForImageClassification,
     TimmWrapperConfig,
@@ -227,50 +225,6 @@ def test_k237_the_head_of_a_timm_model_in_hf_s_wrapper_is_found() -> None:
     head = model.timm_model.head.weight
     (group,) = [g for g in optimizer.param_groups if any(p is head for p in g["params"])]
     assert group["rule"] == "sgd"
-
-
-@pytest.fixture
-def peft(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """Classes that say of themselves that they are peft's, which need not be installed."""
-    module = types.ModuleType("peft.tuners.lora.layer")
-
-    class Linear(nn.Module):
-        def __init__(self, base_layer: nn.Linear) -> None:
-            super().__init__()
-            self.base_layer = base_layer
-            self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.base_layer(x)
-
-    class PeftModel(nn.Module):
-        def __init__(self, base_model: nn.Module) -> None:
-            super().__init__()
-            self.base_model = base_model
-
-    for kind in (Linear, PeftModel):
-        kind.__module__ = module.__name__
-        setattr(module, kind.__name__, kind)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-@pytest.mark.parametrize("way", ["injected", "wrapped", "of timm"])
-def test_k240_adapters_of_peft_are_refused_by_name(
-    tmp_path: Path, peft: types.ModuleType, way: str
-) -> None:
-    """Case 240: inject_adapter_in_model, add_adapter and get_peft_model."""
-    model = tiny_vit()
-    if way == "wrapped":
-        model = peft.PeftModel(model)
-    elif way == "injected":
-        model.vit.layers[0].mlp.fc1 = peft.Linear(model.vit.layers[0].mlp.fc1)
-    else:
-        timm_vit = tiny_timm_vit()
-        timm_vit.blocks[0].mlp.fc1 = peft.Linear(timm_vit.blocks[0].mlp.fc1)
-        model = loaded(timm_vit)
-    with pytest.raises(ValueError, match="is of peft, whose adapters are not saved"):
-        trainer_of(tmp_path, model)
 
 
 # ---- timm's channels, which a mutant took for 3 ----

@@ -11,15 +11,19 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from image_tables import class_folders
 from PIL import Image
 from support import Images, arguments, largest_difference, tiny_vit, trainer_of, weights
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torchvision.datasets import ImageFolder
+from transformers import ViTImageProcessor
 
 from hf_dpmuon.batches import Head, RowError
 from hf_dpmuon.data import ImageExamples, load_image_dataset, row_keys
 from hf_dpmuon.trainer import DPTrainer
+from hf_dpmuon.training.checks import check_datasets, check_repeats
 
 ROWS = 12
 
@@ -157,6 +161,88 @@ def test_k210_training_rows_in_an_evaluation_set_are_refused(tmp_path, kind):
     train, evaluation = overlapping(table())[kind]
     with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset"):
         trained(tmp_path, train, eval_dataset=evaluation)
+
+
+class Wraps(Dataset[Any]):
+    """Rows of another data set, under whatever name and in whatever order."""
+
+    def __init__(self, rows: list[int] | None = None, size: int | None = None, **held: Any) -> None:
+        vars(self).update(held)
+        self.first = next(iter(held.values()))
+        self.first = self.first[0] if isinstance(self.first, list) else self.first
+        self.rows = list(range(len(self.first))) if rows is None else rows
+        self.size = size or len(self.rows)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> Any:
+        return self.first[self.rows[row % len(self.rows)]]
+
+
+WRAPPED: dict[str, Any] = {
+    "all rows": lambda d: Wraps(dataset=d),
+    "some rows": lambda d: Wraps([1, 2, 3], dataset=d),
+    "under another name": lambda d: Wraps([1, 2], inner=d),
+    "twice wrapped": lambda d: Wraps([2], outer=Wraps([1, 2], base=d)),
+    "in a list": lambda d: Wraps(parts=[d, table(6)]),
+    "in a subset": lambda d: Subset(Wraps(data=d), [1]),
+    "StackDataset": lambda d: StackDataset(image=d, other=d),
+    "two parts": lambda d: Wraps(size=ROWS + 6, parts=[d, table(6)]),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_k210_training_rows_within_any_wrapper_are_refused(tmp_path, kind):
+    rows = table()
+    for train, evaluation in ((rows, WRAPPED[kind](rows)), (WRAPPED[kind](rows), rows.select([1]))):
+        with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset, or may do"):
+            check_datasets(train, evaluation)
+
+
+def test_wrappers_of_two_subsets_are_not_the_same():
+    rows = table(24)
+    for wrap in (lambda d: Wraps(dataset=d), lambda d: Wraps(parts=[d, table(3)], size=15)):
+        halves = wrap(Subset(rows, range(12))), wrap(Subset(rows, range(12, 24)))
+        check_datasets(*halves)
+        check_repeats(halves[0], None)
+    check_repeats(Wraps([3, 5], dataset=rows), None)
+    check_datasets(Wraps(rows=[0], dataset=rows), Wraps(rows=[0], dataset=table()))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_k211_a_wrapper_that_repeats_rows_is_refused(times):
+    rows = table()
+    for repeated in (
+        Wraps(size=times * ROWS, dataset=rows),
+        Wraps(inner=ConcatDataset([rows] * times)),
+        Wraps(size=times * 2 * ROWS, parts=[rows, table()]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"train_dataset has \d+ rows but only \d+ of them are"
+        ):
+            check_repeats(repeated, None)
+
+
+def test_k210_a_data_set_that_holds_itself_has_an_end():
+    rows = table()
+    one, other = Wraps([1], dataset=rows), Wraps([2], dataset=rows)
+    one.sibling, other.sibling, one.me = other, one, one
+    with pytest.raises(ValueError, match="holds rows of train_dataset"):
+        check_datasets(one, other)
+
+
+def test_k210_a_folder_that_is_read_twice_is_the_same(tmp_path):
+    class_folders(tmp_path / "x", {"a": 2, "b": 2})
+    for read in (
+        ImageFolder,
+        lambda folder: load_image_dataset(folder).train,
+        lambda folder: datasets.load_dataset("imagefolder", data_dir=folder, split="train"),
+    ):
+        one, other = (read(str(tmp_path / "x")) for _ in range(2))
+        with pytest.raises(ValueError, match="holds rows of train_dataset"):
+            check_datasets(one, Subset(other, [1]))
+        check_datasets(Subset(one, [0, 2]), Subset(other, [1, 3]))
 
 
 def test_k210_our_examples_of_selected_rows_are_refused(tmp_path):
@@ -428,6 +514,77 @@ def test_k252_an_evaluation_set_that_cannot_be_used_is_refused_before_a_draw(tmp
             eval_dataset={"x": [{"pixel_values": torch.zeros(3, 8, 8), "labels": 7}]},
         )
     assert not list(tmp_path.rglob("privacy_ledger.jsonl"))
+
+
+class Raw(Dataset[Any]):
+    """Pillow images of one mode, as a user of ``Trainer`` has them, or what a processor makes."""
+
+    def __init__(self, mode: str, processor: Any = None) -> None:
+        pixels = np.random.default_rng(0).integers(0, 256, (ROWS, 10, 12, 4), dtype=np.uint8)
+        self.images = [Image.fromarray(one, "RGBA").convert(mode) for one in pixels]
+        self.processor = processor
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        image = self.images[row]
+        if self.processor is None:
+            return {"image": image, "label": row % 3, "patient": "x"}
+        made = self.processor(images=image.convert("RGB"), return_tensors="pt")
+        return {"pixel_values": made["pixel_values"][0], "labels": row % 3}
+
+
+def processor_of(**settings: Any) -> ViTImageProcessor:
+    return ViTImageProcessor(**{"size": {"height": 8, "width": 8}, **settings})
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1"])
+def test_k252_raw_images_train_with_the_processor_that_is_given(tmp_path, mode):
+    runs = [
+        DPTrainer(
+            tiny_vit(),
+            arguments(tmp_path / str(i), logical_batch_size=4, max_steps=1),
+            train_dataset=data,
+            processing_class=processor_of(),
+        )
+        for i, data in enumerate((Raw(mode), Raw(mode, processor_of())))
+    ]
+    for trainer in runs:
+        trainer.train()
+    assert largest_difference(*(weights(trainer.model) for trainer in runs)) == 0
+    accuracies = [trainer.evaluate(Raw(mode))["eval_accuracy"] for trainer in runs]
+    assert accuracies[0] == accuracies[1]
+
+
+def test_k252_raw_images_of_a_table_train_a_greyscale_model(tmp_path):
+    rows = load_image_dataset("builtin:digits").train.filter(
+        lambda label: label < 3, input_columns="label"
+    )
+    processor = processor_of(image_mean=[0.5], image_std=[0.5])
+    trainer = DPTrainer(
+        tiny_vit(num_channels=1),
+        arguments(tmp_path, logical_batch_size=4, max_steps=1),
+        train_dataset=rows.select(range(ROWS)),
+        eval_dataset=rows.select(range(ROWS, 2 * ROWS)),
+        processing_class=processor,
+    )
+    trainer.train()
+    expected = processor(images=rows[0]["image"], return_tensors="pt")["pixel_values"]
+    assert torch.equal(trainer.data_collator([rows[0]])["pixel_values"], expected)
+    assert len(trainer.ledger) == 1
+
+
+@pytest.mark.parametrize("extra", [{}, {"other": Image.new("L", (4, 4))}])
+def test_raw_images_without_one_to_choose_are_refused_in_one_sentence(tmp_path, extra):
+    row = {"image": Image.new("RGB", (8, 8)), "label": 1, **extra}
+    with pytest.raises(ValueError, match=r"no pixel_values .*one Pillow image where a processing"):
+        DPTrainer(
+            tiny_vit(),
+            arguments(tmp_path),
+            train_dataset=[dict(row) for _ in range(ROWS)],
+            processing_class=processor_of() if extra else None,
+        )
 
 
 def test_raw_images_without_a_transform_are_refused_in_one_sentence(tmp_path):

@@ -6,18 +6,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_dpmuon.random_matrix import (
+    SHRINKERS,
+    detection_gate,
+    detection_threshold,
+    polar_weights,
+    shrink_singular_values,
+)
 from hf_dpmuon.spectral import (
     COEFFICIENTS,
     NOISE_AWARE_MAPS,
-    SHRINKERS,
     SPECTRAL_MAPS,
-    detection_gate,
-    hidden_signal,
     newton_schulz,
     polar_factor,
-    polar_weights,
     scaled_polar,
-    shrink_singular_values,
     spectral_map,
     spectral_norm,
 )
@@ -243,18 +245,6 @@ def test_newton_schulz_approaches_the_polar_factor():
         (lambda: spectral_norm(torch.ones(3, 3), iterations=0), r"iterations=0 must be >= 1"),
         (lambda: spectral_map(torch.ones(3, 3), name="svdd"), r"'svdd' must be one of"),
         (lambda: spectral_map(torch.ones(3, 3), name="selective"), r"'selective' needs noise_std"),
-        (lambda: detection_gate(3, 0), r"columns=0 must be >= 1"),
-        (lambda: detection_gate(3, 3, false_alarm=0.5), r"false_alarm=0.5 must be one of"),
-        (
-            lambda: shrink_singular_values(torch.ones(1), rows=1, columns=1, noise_std=-1.0),
-            r"noise_std=-1.0 must be a finite",
-        ),
-        (
-            lambda: shrink_singular_values(
-                torch.ones(1), rows=1, columns=1, noise_std=1.0, rule="l1"
-            ),
-            r"rule='l1' must be one of",
-        ),
     ],
 )
 def test_misuse_is_refused_by_name_and_range(call, message):
@@ -349,92 +339,6 @@ def test_power_iteration_stays_just_below_the_norm_of_noise():
     torch.testing.assert_close(spectral_norm(X.mT), spectral_norm(X))
 
 
-# Noise of a known level
-
-
-@pytest.mark.parametrize(
-    ("beta", "y", "frobenius", "operator", "nuclear"),
-    [
-        (1.0, 3.0, 2.236068, 2.618034, 1.854102),
-        (1.0, 2.5, 1.5, 2.0, 1.0),
-        (1.0, 2.1, 0.640312, 1.370156, 0.0),
-        (0.25, 3.0, 2.561738, 2.778058, 2.381756),
-        (0.25, 2.0, 1.280869, 1.629684, 0.974061),
-        (0.25, 1.6, 0.528892, 1.038322, 0.047346),
-    ],
-)
-def test_shrinkers_have_their_known_values(beta, y, frobenius, operator, nuclear):
-    """In the units of a noise of 0.5 an entry; a 1/4 matrix may stand or lie."""
-    n, s = 400, 0.5
-    m = int(beta * n)
-    values = torch.tensor([y * s * n**0.5])
-    for rule, expected in (("frobenius", frobenius), ("operator", operator), ("nuclear", nuclear)):
-        for rows, columns in ((m, n), (n, m)):
-            shrunk = shrink_singular_values(
-                values, rows=rows, columns=columns, noise_std=s, rule=rule
-            )
-            assert shrunk.item() / (s * n**0.5) == pytest.approx(expected, abs=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "threshold"),
-    [(300, 300, 2.309401), (150, 300, 1.978599), (100, 300, 1.838544), (75, 300, 1.758029)],
-)
-def test_the_hard_threshold_is_at_its_known_value(m, n, threshold):
-    s = 0.1
-    values = torch.tensor([threshold * (1 + 1e-5), threshold * (1 - 1e-5)]).double() * s * n**0.5
-    kept = shrink_singular_values(values, rows=m, columns=n, noise_std=s, rule="hard")
-    assert kept[0] == values[0]
-    assert kept[1] == 0
-
-
-@pytest.mark.parametrize(("beta", "y", "weight"), [(1.0, 3.0, 0.854102), (0.25, 2.0, 0.785962)])
-def test_weights_of_the_clean_polar_factor_have_their_known_values(beta, y, weight):
-    values = torch.tensor([y * 20.0])
-    weights = polar_weights(values, rows=int(400 * beta), columns=400, noise_std=1.0)
-    assert weights.item() == pytest.approx(weight, abs=2e-6)
-
-
-@few
-@given(y=st.floats(0, 50), beta=st.floats(0.01, 1))
-def test_shrinking_never_grows_a_value_and_orders_the_rules(y, beta):
-    n = 1000
-    m = max(1, int(beta * n))
-    shrunk = {
-        rule: shrink_singular_values(
-            torch.tensor([y * n**0.5]), rows=m, columns=n, noise_std=1.0, rule=rule
-        ).item()
-        for rule in SHRINKERS
-    }
-    assert 0 <= shrunk["nuclear"] <= shrunk["frobenius"] + 1e-9
-    assert shrunk["frobenius"] <= shrunk["operator"] + 1e-9
-    assert shrunk["operator"] <= y * n**0.5 + 1e-9
-    weight = polar_weights(torch.tensor([y * n**0.5]), rows=m, columns=n, noise_std=1.0).item()
-    assert weight == pytest.approx(  # the identity: Frobenius = x c_L c_R
-        shrunk["frobenius"] / shrunk["operator"] if shrunk["operator"] else 0.0, abs=1e-9
-    )
-
-
-@pytest.mark.parametrize("false_alarm", [0.05, 0.01])
-def test_pure_noise_clears_the_gate_as_often_as_said(false_alarm):
-    draws = torch.linalg.matrix_norm(gaussian(3000, 24, 48, seed=1), ord=2)
-    alarms = (draws > detection_gate(24, 48, false_alarm=false_alarm)).float().mean().item()
-    assert abs(alarms - false_alarm) < 4 * (false_alarm / 3000) ** 0.5
-    assert (draws > 24**0.5 + 48**0.5).float().mean() > 0.1  # the bare edge does not do
-
-
-def test_the_clean_values_are_recovered_from_a_noisy_matrix():
-    m, n, s = 200, 400, 0.01
-    clean = torch.tensor([3.0, 2.0, 1.5]) * s * n**0.5
-    U, V = orthogonal(m, seed=1)[:, :3], orthogonal(n, seed=2)[:, :3]
-    noisy = (U * clean) @ V.mT + s * gaussian(m, n, seed=3)
-    found = shrink_singular_values(
-        torch.linalg.svdvals(noisy), rows=m, columns=n, noise_std=s, rule="operator"
-    )
-    torch.testing.assert_close(found[:3].float(), clean, rtol=0.05, atol=0)
-    assert (found[3:] < 1.05 * s * hidden_signal(m, n)).all()
-
-
 # Maps by name
 
 
@@ -479,7 +383,7 @@ def test_pure_noise_takes_a_scaled_step_of_what_noise_can_hide():
     s, m, n = 1e-3, 32, 64
     X = s * gaussian(400, m, n, seed=6)
     sizes = torch.linalg.matrix_norm(scaled_polar(X, noise_std=s), ord=2)
-    stated = s * hidden_signal(m, n)
+    stated = s * detection_threshold(m, n)
     assert ((sizes / stated - 1).abs() < 0.05).float().mean() >= 0.98
 
 

@@ -3,8 +3,11 @@
 Receives the name of a data set and the `ImageFormat` that a model wants. Returns the rows of each
 split, their labels and privacy units, and the tensors of single examples and batches.
 
-    sources   where tables come from: the Hub, folders, CSV, parquet, tars
+    sources   what a name means: the Hub, a folder, a file
     columns   finding and reading a column
+    tables    CSV, JSON lines, Parquet and tars, read into memory
+    folders   what each file of a folder is, and of which split
+    repositories   data sets on the Hub
     labels    one class, or several labels, per row
     units     whose rows they are
     dicom     DICOM files as images
@@ -22,7 +25,7 @@ Guarantees:
 """
 
 from hf_dpmuon.data.examples import ImageExamples, collate
-from hf_dpmuon.data.identity import row_keys
+from hf_dpmuon.data.identity import row_keys, storage_keys
 from hf_dpmuon.data.images import ImageFormat, build_transforms
 from hf_dpmuon.data.loading import ImageSplits, load_image_dataset
 from hf_dpmuon.data.units import RepeatedUnit, unit_name
@@ -39,4 +42,5 @@ __all__ = [
     "ImageExamples",
     "collate",
     "row_keys",
+    "storage_keys",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "column_values",
     "find_image_column",
     "first_rows",
+    "holds_images",
     "image_paths",
     "natural_order",
     "only",
@@ -92,6 +93,14 @@ def only(candidates: list[str], *, kind: str, columns: list[str]) -> str:
     return candidates[0]
 
 
+def holds_images(feature: Any) -> bool:
+    """Whether a column is one of images, or was one before a library wrote it that knows none."""
+    import datasets
+
+    is_struct = isinstance(feature, dict) and set(feature) == {"bytes", "path"}
+    return is_struct or isinstance(feature, datasets.Image)
+
+
 def find_image_column(splits: "dict[str, datasets.Dataset]", name: str | None) -> str:
     """Return the name of the column of images: the given one, or the only one of its type.
 
@@ -102,17 +111,9 @@ def find_image_column(splits: "dict[str, datasets.Dataset]", name: str | None) -
     Raises:
         ValueError: The column is missing, or more than one may be meant.
     """
-    import datasets
-
     train = next(iter(splits.values()))
     if name is None:
-        candidates = [
-            column
-            for column, feature in train.features.items()
-            if isinstance(feature, datasets.Image)
-            # the same feature, written by a library that does not know it
-            or (isinstance(feature, dict) and set(feature) == {"bytes", "path"})
-        ]
+        candidates = [column for column, feature in train.features.items() if holds_images(feature)]
         name = only(candidates, kind="image", columns=train.column_names)
     require_column(splits, name, argument="image_column")
     return name

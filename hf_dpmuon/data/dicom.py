@@ -40,6 +40,7 @@ SCALES = (
     *("WindowCenter", "WindowWidth", "VOILUTSequence", "VOILUTFunction"),
     *("RescaleSlope", "RescaleIntercept", "ModalityLUTSequence"),
 )
+INSTALL = "to be decoded it needs pip install 'hf-dpmuon[dicom]'"
 GREYSCALE = ("MONOCHROME1", "MONOCHROME2")
 
 
@@ -91,9 +92,8 @@ def read_dicom(source: str | BinaryIO, window: Window | None) -> Image.Image:
             raise
         except Exception as error:  # pydicom and its decoders raise anything, and quote the header
             if isinstance(error, RuntimeError) and "plugin" in str(error):
-                raise ImageKindError(
-                    "DICOM that no installed decoder reads; install those of 'hf-dpmuon[dicom]'"
-                ) from None
+                syntax = file.file_meta.TransferSyntaxUID
+                raise ImageKindError(f"DICOM in {syntax.name}; {INSTALL}") from None
             raise ImageKindError("DICOM that is damaged or cut short") from None
         if file.PhotometricInterpretation in GREYSCALE:
             return Image.fromarray(_grey_levels(pixels, file, window))
@@ -128,7 +128,7 @@ def _refuse_unsupported(file: "pydicom.Dataset") -> None:
         raise ImageKindError("DICOM of several frames, each of which needs a file of its own")
     syntax = file.file_meta.TransferSyntaxUID
     if syntax.is_compressed and not get_decoder(syntax).is_available:
-        raise ImageKindError(f"DICOM in {syntax.name}, for which no decoder is installed")
+        raise ImageKindError(f"DICOM in {syntax.name}; {INSTALL}")
 
 
 def _grey_levels(pixels: Any, file: "pydicom.Dataset", window: Window | None) -> Any:

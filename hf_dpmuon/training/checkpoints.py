@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from hf_dpmuon.adapters import adapter_layers
 from hf_dpmuon.filters import GradientFilter
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "load_weights",
     "publish",
     "recover_replaced",
+    "save_adapters",
     "save_filter",
     "staged",
     "state_of",
@@ -40,6 +43,7 @@ __all__ = [
 
 STAGING = ".incomplete-checkpoint"
 FILTER_FILE = "gradient_filter.pt"
+ADAPTERS_FILE = "adapters.pt"
 
 
 def find_checkpoint(folder: Path, resume: str | bool | None) -> Path | None:
@@ -114,6 +118,9 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     The base class compares the keys in the file, which ``save_pretrained`` may have renamed,
     with those in memory, and goes on with the pretrained weights where they differ.
     """
+    if adapter_layers(model):
+        _load_adapters(model, checkpoint)
+        return
     if isinstance(model, PreTrainedModel):
         state = type(model).from_pretrained(checkpoint, dtype=torch.float32).state_dict()
     else:
@@ -126,6 +133,48 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
             f"checkpoint {checkpoint} holds another model than this run's ({reason}); resume with "
             "the model, image_size and number of classes that it was made with."
         ) from error
+
+
+def save_adapters(model: nn.Module, checkpoint: Path) -> None:
+    """Write what is trained of a model with adapters, since its weights are saved merged."""
+    if adapter_layers(model):
+        torch.save(
+            {"trained": _trained(model), "frozen": _frozen_digest(model)},
+            checkpoint / ADAPTERS_FILE,
+        )
+
+
+def _load_adapters(model: nn.Module, checkpoint: Path) -> None:
+    path = checkpoint / ADAPTERS_FILE
+    saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    own = _trained(model)
+    shapes = {name: value.shape for name, value in saved.get("trained", {}).items()}
+    if shapes != {name: p.shape for name, p in own.items()}:
+        raise ValueError(
+            f"checkpoint {checkpoint} has other adapters than this run's; resume with the model, "
+            "trainable and lora_rank that it was made with."
+        )
+    if saved["frozen"] != _frozen_digest(model):
+        raise ValueError(
+            f"checkpoint {checkpoint} was made with other frozen weights than this run's; resume "
+            "with the model and model_revision that it was made with."
+        )
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(saved["trained"][name])
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _frozen_digest(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            digest.update(name.encode())
+            digest.update(p.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def save_filter(filter: GradientFilter, checkpoint: Path) -> None:

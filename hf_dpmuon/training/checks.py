@@ -21,7 +21,7 @@ from transformers.optimization import GreedyLR
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import RowError, RowWise, SeededRows, located
-from hf_dpmuon.data import ImageExamples, RepeatedUnit, row_keys
+from hf_dpmuon.data import ImageExamples, RepeatedUnit, row_keys, storage_keys
 from hf_dpmuon.units import PrivacyUnits
 
 __all__ = [
@@ -89,12 +89,13 @@ def check_datasets(train_dataset: Any, eval_dataset: Any) -> None:
         )
     if len(train_dataset) == 0:
         raise ValueError("train_dataset is empty; check the split's name and filters.")
-    trained = {key for keys in row_keys(train_dataset) for key in keys}
+    trained = storage_keys(train_dataset)
     held_out = evaluation_sets(eval_dataset).values()
-    if any(not trained.isdisjoint(keys) for one in held_out for keys in row_keys(one)):
+    if any(not trained.isdisjoint(storage_keys(one)) for one in held_out):
         raise ValueError(
-            "eval_dataset holds rows of train_dataset, whose un-noised metrics would be published "
-            "with the model; evaluate on data that is not trained on."
+            "eval_dataset holds rows of train_dataset, or may do so, whose un-noised metrics would "
+            "be published with the model; evaluate on data that is not trained on, and where a "
+            "class of your own picks rows of a data set, let it wrap a torch Subset of these rows."
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dpmuon.arguments import DPTrainingArguments
-from hf_dpmuon.batches import Head, RowWise, template
+from hf_dpmuon.batches import Head, RowWise, processed, template
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
@@ -81,6 +82,8 @@ class Inputs:
         num_rows = len(train_dataset)
         checks.check_units(units, repeated_unit, max_examples_per_unit, num_rows, args)
         checks.check_repeats(train_dataset, units)
+        if data_collator is None and processing_class is not None:
+            data_collator = partial(processed, processor=processing_class)
         row = template(train_dataset, RowWise(data_collator))
         folder = ModelFolder.of(
             model,
