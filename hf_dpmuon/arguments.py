@@ -7,6 +7,7 @@ alone is refused here, in one sentence that names the setting and says what to s
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import re
 import sys
@@ -24,6 +25,7 @@ from transformers.training_args import OptimizerNames
 from hf_dpmuon import parsing
 from hf_dpmuon.methods import Method
 from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions, check_choices
+from hf_dpmuon.plan import PrivacyPlan
 
 __all__ = [
     "DPTrainingArguments",
@@ -47,7 +49,7 @@ OFF = ("", "0", "false", "no", "none")
 class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
     """``TrainingArguments`` plus the privacy knobs; see each field's help.
 
-    Different from ``TrainingArguments``: ``learning_rate`` defaults to the method's,
+    Different from ``TrainingArguments``: rates, batch and epochs follow from the run by default,
     ``lr_scheduler_type`` to cosine with 5 % warm-up, ``max_grad_norm`` to 0 (clipping is per
     sample), ``remove_unused_columns`` to False, ``hub_private_repo`` to True, ``report_to`` to
     none, ``output_dir`` to a new folder under ``outputs/``; ``per_device_train_batch_size`` is only
@@ -80,6 +82,17 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             self.loss_scale = 1024.0 if self.mixed_precision == "fp16" else 1.0
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
+
+    def following(self, plan: PrivacyPlan) -> DPTrainingArguments:
+        """Return a copy that has the batch and the length of the plan, where they are unset.
+
+        The base class wants ``num_train_epochs`` set, and asks ``max_steps`` first.
+        """
+        settled = copy.copy(self)
+        settled.logical_batch_size = plan.logical_batch_size
+        if self.num_train_epochs is None:
+            settled.num_train_epochs, settled.max_steps = plan.epochs, plan.steps
+        return settled
 
     def _check_output_dir(self) -> None:
         """Find out before the data is read whether anything could be saved."""
@@ -121,7 +134,7 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 raise ValueError(f"{name}={number} must be a finite number >= {least}.")
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"max_steps={self.max_steps} must be >= 1, or -1 for whole epochs.")
-        if not 0 < self.num_train_epochs < float("inf"):
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < float("inf"):
             raise ValueError(f"num_train_epochs={self.num_train_epochs} must be > 0.")
         if not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(
@@ -132,7 +145,7 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 f"hub_license={self.hub_license!r} must be a name that the Hub knows, such as "
                 "apache-2.0, cc-by-nc-4.0 or other."
             )
-        if self.logical_batch_size < 1:
+        if self.logical_batch_size is not None and self.logical_batch_size < 1:
             raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
         if self.augmentation_multiplicity < 1:
             raise ValueError(
@@ -140,7 +153,6 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             )
         check_choices(self, TrainingOptions)
         self.method = Method.of(vars(self))
-        self.learning_rate = self.method.learning_rate
         self.sgd_momentum = self.method.sgd_momentum
         evaluations = self.method.filter([]).evaluations
         if evaluations > 1 and self.grad_sample_mode == "ghost":

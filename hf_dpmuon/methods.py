@@ -13,18 +13,16 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
+from hf_dpmuon.default_rates import Course
 from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
-from hf_dpmuon.known_noise import KnownNoise
+from hf_dpmuon.known_noise import KnownNoise, heavy_ball
 from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
 from hf_dpmuon.options import Filter, Optimizer
 from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
 
-__all__ = ["Method", "create_optimizer", "routing_table"]
+__all__ = ["Method", "create_optimizer", "matrix_shapes", "routing_table"]
 
-# Learning rates of the paper's full fine-tuning of a ViT-S (Table "ViT-Small, CIFAR-100").
-# DP-Muon-S steps in the units of DP-SGD.
-LEARNING_RATES = {"sgd": 0.01, "adam": 3e-4, "muon": 2e-3, "muon_s": 0.01}
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
 # Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
@@ -41,8 +39,9 @@ class Method:
             on the rest.
         dp_filter: Filter of the private gradient.
         learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise; None for
-            the paper's.
-        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise.
+            that of ``default_rates``.
+        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise; None for
+            the default of "sgd".
         weight_decay: Of matrices only.
         sgd_momentum: Of DP-SGD steps, in [0, 1); None for 0.9, and 0 behind a filter, which is
             momentum too.
@@ -71,7 +70,7 @@ class Method:
     dp_optimizer: str = "muon"
     dp_filter: str = "none"
     learning_rate: float | None = None
-    vector_learning_rate: float = 0.01
+    vector_learning_rate: float | None = None
     weight_decay: float = 0.0
     sgd_momentum: float | None = None
     orthogonalize_head: bool = True
@@ -111,12 +110,8 @@ class Method:
                 )
         coefficient_table(self.ns_coefficients)
         self._check_effects()
-        defaults: dict[str, float] = {}
-        if self.learning_rate is None:
-            defaults["learning_rate"] = LEARNING_RATES[self.dp_optimizer]
         if self.sgd_momentum is None:
-            defaults["sgd_momentum"] = 0.9 if self.dp_filter == "none" else 0.0
-        vars(self).update(defaults)
+            vars(self)["sgd_momentum"] = 0.9 if self.dp_filter == "none" else 0.0
         for name, most in (
             ("learning_rate", float("inf")),
             ("vector_learning_rate", float("inf")),
@@ -196,26 +191,50 @@ class Method:
             case _:
                 return GradientFilter()
 
-    def optimizer(self, model: nn.Module, noise: KnownNoise | None = None) -> torch.optim.Optimizer:
+    def optimizer(
+        self,
+        model: nn.Module,
+        noise: KnownNoise | None = None,
+        *,
+        steps: int | None = None,
+        max_grad_norm: float = 1.0,
+    ) -> torch.optim.Optimizer:
         """Sort the trainable parameters of ``model`` into groups and build their optimizer.
 
         Args:
             model: The classifier.
             noise: Public level of the noise in the gradients, for what uses it.
+            steps: Of the whole run, on which a learning rate that is unset depends.
+            max_grad_norm: C, on which it depends, too.
 
         Returns:
             An optimizer whose groups hold each trainable parameter exactly once.
 
         Raises:
-            ValueError: If a noise level is missing, or there is no matrix to orthogonalise.
+            ValueError: If a noise level or the number of steps is missing, or there is no matrix to
+                orthogonalise.
         """
-        assert self.learning_rate is not None
         assert self.sgd_momentum is not None
         if self.correct_for_noise and noise is None:
             raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
-        groups = self._groups(model)
+        matrices, vectors = self._groups(model)
+        lr, vector_lr = self.learning_rate, self.vector_learning_rate
+        spectral = self.dp_optimizer in ("muon", "muon_s")
+        if lr is None or (spectral and vector_lr is None):
+            if noise is None or steps is None:
+                name = "learning_rate" if lr is None else "vector_learning_rate"
+                raise ValueError(
+                    f"{name} is unset, and its default depends on the run; set it, or give "
+                    "noise=KnownNoise(std) and steps, as the trainer does."
+                )
+            course = Course(matrix_shapes(model), steps, max_grad_norm, noise)
+            lr = self._default_rate(course) if lr is None else lr
+            if vector_lr is None:
+                vector_lr = course.gradient_rate(heavy_ball(self.sgd_momentum))
+        if spectral:
+            vectors |= {"rule": "sgd", "lr": vector_lr, "momentum": self.sgd_momentum}
+        groups = [group for group in (*matrices, vectors) if group["params"]]
         correction = noise if self.correct_for_noise else None
-        lr = self.learning_rate
         if self.dp_optimizer == "sgd":
             return DPSGD(groups, lr=lr, momentum=self.sgd_momentum)
         if self.dp_optimizer == "adam":
@@ -235,8 +254,21 @@ class Method:
         known = noise if self.spectral_map in NOISE_AWARE_MAPS else None
         return DPMuon(groups, lr=lr, spectral_map=self.spectral_map, noise=known, **matrix)
 
-    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Groups of parameters, each of which is in exactly one."""
+    def _default_rate(self, course: Course) -> float:
+        match self.dp_optimizer:
+            case "muon":
+                return course.spectral_rate
+            case "adam":
+                return course.adam_rate(self.adam_beta1, correct_for_noise=self.correct_for_noise)
+            case "muon_s":
+                beta = 0.9 if self.muon_momentum is None else self.muon_momentum
+                return course.gradient_rate(heavy_ball(beta))
+            case _:
+                assert self.sgd_momentum is not None
+                return course.gradient_rate(heavy_ball(self.sgd_momentum))
+
+    def _groups(self, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Groups of matrices, and that of the rest; each parameter is in exactly one."""
         spectral = self.dp_optimizer in ("muon", "muon_s")
         roles = parameter_roles(model)
         matrix_roles = set(MATRIX_ROLES)
@@ -254,40 +286,53 @@ class Method:
                 by_blocks.setdefault(BLOCKS.get(roles[name], 1), []).append(p)
         matrices = [p for parameters in by_blocks.values() for p in parameters]
         assert len({id(p) for p in (*matrices, *vectors)}) == len(trainable)
-        if not spectral:
-            groups: list[dict[str, Any]] = [{"params": matrices}]
-            rest: dict[str, Any] = {"params": vectors}
-        elif not matrices:
+        if spectral and not matrices:
             raise ValueError(
                 f"dp_optimizer={self.dp_optimizer!r} found no trainable matrix to orthogonalise in "
                 "this model; unfreeze its linear layers or set dp_optimizer='sgd'."
             )
-        else:
+        if spectral:
             groups = [{"params": ps, "blocks": blocks} for blocks, ps in by_blocks.items()]
-            rest = {
-                "params": vectors,
-                "rule": "sgd",
-                "lr": self.vector_learning_rate,
-                "momentum": self.sgd_momentum,
-            }
+        else:
+            groups = [{"params": matrices}]
         groups = [{**group, "weight_decay": self.weight_decay} for group in groups]
-        return [group for group in (*groups, {**rest, "weight_decay": 0.0}) if group["params"]]
+        return groups, {"params": vectors, "weight_decay": 0.0}
+
+
+def matrix_shapes(model: nn.Module) -> list[tuple[int, int]]:
+    """Rows and columns of each trained matrix; all vectors as one column, if there is none."""
+    roles = parameter_roles(model)
+    found, entries = [], 0
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            entries += p.numel()
+            if p.ndim >= 2 and roles[name] is not ParameterRole.EMBEDDING:
+                blocks = BLOCKS.get(roles[name], 1)
+                found += [(len(p) // blocks, p.numel() // len(p))] * blocks
+    return found or [(entries, 1)]
 
 
 def create_optimizer(
-    model: nn.Module, *, noise: KnownNoise | None = None, **settings: Any
+    model: nn.Module,
+    *,
+    noise: KnownNoise | None = None,
+    steps: int | None = None,
+    max_grad_norm: float = 1.0,
+    **settings: Any,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of ``Method(**settings)`` for a model's trainable parameters.
 
     Args:
         model: The classifier.
         noise: Public level of the noise in the gradients, for what uses it.
+        steps: Of the whole run, on which a learning rate that is unset depends.
+        max_grad_norm: C, on which it depends, too.
         **settings: Those of ``Method``.
 
     Raises:
         ValueError: As ``Method`` and ``Method.optimizer`` do.
     """
-    return Method(**settings).optimizer(model, noise)
+    return Method(**settings).optimizer(model, noise, steps=steps, max_grad_norm=max_grad_norm)
 
 
 def routing_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

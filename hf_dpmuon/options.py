@@ -237,9 +237,16 @@ class TrainingOptions:
         default="flat",
         metadata={"help": "How the bound is enforced."},
     )
-    logical_batch_size: int = field(
-        default=1024,
-        metadata={"help": "Expected number of privacy units in one optimizer step (q N)."},
+    logical_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Expected number of privacy units in one optimizer step (q N); if unset, "
+            "q is target_epsilon / 25, from 0.02 to 0.32."
+        },
+    )
+    num_train_epochs: float | None = field(
+        default=None,
+        metadata={"help": "Expected passes over the data; if unset, they make 100 steps or more."},
     )
     per_device_train_batch_size: int = field(
         default=32,
@@ -269,12 +276,15 @@ class TrainingOptions:
         default=None,
         metadata={
             "help": "Learning rate of matrices under muon and muon_s, of all parameters otherwise; "
-            "by default the method's (sgd 0.01, adam 3e-4, muon 2e-3, muon_s 0.01)."
+            "if unset, it follows from noise, steps and shapes (see docs/methods.md)."
         },
     )
-    vector_learning_rate: float = field(
-        default=0.01,
-        metadata={"help": "Under muon, muon_s: learning rate of what is not orthogonalised."},
+    vector_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Under muon, muon_s: learning rate of what is not orthogonalised; if unset, "
+            "that of sgd."
+        },
     )
     sgd_momentum: float | None = field(
         default=None,

@@ -54,7 +54,6 @@ OTHER_NAMES = {
 # Options of the base class that most runs set, shown in the short help.
 OFTEN_SET = {
     "output_dir": "Folder of the run (a new one under outputs/).",
-    "num_train_epochs": "Passes over the data (3).",
     "max_steps": "Logical steps, instead of epochs.",
     "weight_decay": "Decay of matrices (0).",
     "bf16": "Autocast to bfloat16; weights, norms, sums and noise stay float32.",

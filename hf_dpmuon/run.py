@@ -29,7 +29,13 @@ from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
-from hf_dpmuon.plan import PrivacyPlan, affordable_steps
+from hf_dpmuon.plan import (
+    FEWEST_STEPS,
+    PrivacyPlan,
+    affordable_steps,
+    default_batch_size,
+    default_steps,
+)
 from hf_dpmuon.randomness import keyed_generator, new_key
 from hf_dpmuon.units import PrivacyUnits
 
@@ -90,21 +96,43 @@ class PrivateRun:
         unit = "image" if units is None else units.name
         same = (unit, num_units, ADJACENCY)
         self._earlier = earlier if earlier is not None and _of(earlier) == same else None
+        epochs = args.num_train_epochs if args.max_steps < 1 else None
+        batch_size = args.logical_batch_size
+        if batch_size is None:
+            batch_size = default_batch_size(num_units, args.target_epsilon, epochs)
+        steps = args.max_steps if args.max_steps > 0 else None
+        if steps is None and epochs is None:
+            steps = default_steps(batch_size / num_units, args.target_epsilon)
         self.plan = PrivacyPlan.solve(
             num_units=num_units,
-            logical_batch_size=args.logical_batch_size,
+            logical_batch_size=batch_size,
             target_epsilon=args.target_epsilon,
             noise_multiplier=args.noise_multiplier,
-            steps=args.max_steps if args.max_steps > 0 else None,
-            num_epochs=args.num_train_epochs,
+            steps=steps,
+            num_epochs=epochs,
             delta=args.target_delta,
             accountant=args.accountant,
             spent=[] if self._earlier is None else self._earlier.accounted,
         )
+        self.args = args.following(self.plan)
+        if args.logical_batch_size is None or (args.max_steps < 1 and epochs is None):
+            logger.info(
+                "By default: %d steps of %d expected units, %.3g passes over all %d.",
+                self.plan.steps,
+                batch_size,
+                self.plan.epochs,
+                num_units,
+            )
+        if args.learning_rate is None and self.plan.steps < FEWEST_STEPS:
+            logger.warning(
+                "%d steps are fewer than the %d with which the default learning rates were tried; "
+                "set more num_train_epochs or a smaller logical_batch_size, or leave both unset.",
+                self.plan.steps,
+                FEWEST_STEPS,
+            )
         self.folder = Path(args.output_dir)
         self.ledger: PrivacyLedger | None = None
         self.remaining = self.plan.steps
-        self._args = args
         self._label_names = tuple(label_names)
         self._partition = b"" if units is None else units.to_bytes()
         self._is_main = args.process_index == 0
@@ -202,7 +230,7 @@ class PrivateRun:
         elif not is_second:
             self.on_main_process(self._check_folder_is_new)
         # A second run of this trainer counts its steps from 1 again; its draws are new ones.
-        seed = None if is_second and checkpoint is None else self._args.noise_seed
+        seed = None if is_second and checkpoint is None else self.args.noise_seed
         self._key = self.on_main_process(lambda: new_key(seed))
         self._replays = {}
         self.remaining = self.on_main_process(self._count_remaining)
@@ -277,16 +305,16 @@ class PrivateRun:
         return {}
 
     def _count_remaining(self) -> int:
-        if self._args.target_epsilon is None:
+        if self.args.target_epsilon is None:
             return self.plan.steps
         spent = self._earlier if self.ledger is None else self.ledger
         return affordable_steps(
             [] if spent is None else spent.accounted,
             noise_multiplier=self.plan.noise_multiplier,
             sample_rate=self.plan.sample_rate,
-            target_epsilon=self._args.target_epsilon,
+            target_epsilon=self.args.target_epsilon,
             delta=self.plan.delta,
-            accountant=self._args.accountant,
+            accountant=self.args.accountant,
             limit=self.plan.steps,
         )
 
@@ -375,8 +403,8 @@ class PrivateRun:
             )
 
     def _settings(self) -> dict[str, Any]:
-        arguments, settings = vars(self._args), asdict(self._args.method)
-        if self._args.method.knows_noise:
+        arguments, settings = vars(self.args), asdict(self.args.method)
+        if self.args.method.knows_noise:
             # Momentum holds old noise, whose level is then part of the method.
             settings |= {name: arguments[name] for name in NOISE_SETTINGS}
             settings["noise_multiplier"] = self.plan.noise_multiplier

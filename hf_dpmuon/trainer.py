@@ -138,6 +138,7 @@ class DPTrainer(PublishingTrainer):
             own_loss=type(self).compute_loss is not DPTrainer.compute_loss,
         )
         self.folder, self.privacy_run = made.folder, made.run
+        args = made.run.args  # which has the plan's batch and length, where they were unset
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
         self._row, self._loss = made.row, made.loss
         self.evaluations = made.evaluations
@@ -220,7 +221,12 @@ class DPTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
-            self.optimizer = self.args.method.optimizer(self.model, self._trained.noise)
+            self.optimizer = self.args.method.optimizer(
+                self.model,
+                self._trained.noise,
+                steps=self.plan.steps,
+                max_grad_norm=self.args.per_sample_max_grad_norm,
+            )
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 

@@ -42,6 +42,7 @@ ROOMS = [
     "mechanism",
     "ledger",
     "optim",
+    "default_rates",
     "methods",
     "metrics",
     "model_card",

@@ -209,14 +209,17 @@ def load_image_dataset(
         other_columns=no_ids,
         roots=roots,
     )
-    if privacy_unit_column is not None:  # before the images: their check takes time
+
+    def grouped() -> PrivacyUnits | None:
+        if privacy_unit_column is None:
+            return None
         ids = ids_of(splits)
-        group_rows(
-            ids[train_split],
-            ids.get(eval_split or ""),
-            column=privacy_unit_column,
-            pattern=privacy_unit_pattern,
+        train_ids, eval_ids = ids[train_split], ids.get(eval_split or "")
+        return group_rows(
+            train_ids, eval_ids, column=privacy_unit_column, pattern=privacy_unit_pattern
         )
+
+    grouped()  # before the images: their check takes time
     digests = {}
     for name in splits:
         splits[name], digests[name], seen = _check_images(
@@ -236,15 +239,9 @@ def load_image_dataset(
 
     train, evaluation = splits[train_split], splits.get(eval_split or "")
     notes += label_notes(labels, train, evaluation)
-    units = repeated = None
-    if privacy_unit_column is not None:
-        ids = ids_of(splits)
-        units = group_rows(
-            ids[train_split],
-            ids.get(eval_split or ""),
-            column=privacy_unit_column,
-            pattern=privacy_unit_pattern,
-        )
+    units = grouped()
+    repeated = None
+    if units is not None:
         notes.append(
             f"{units.num_rows} training images of {len(units)} privacy units ({units.name})"
         )
