@@ -145,6 +145,11 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 f"hub_license={self.hub_license!r} must be a name that the Hub knows, such as "
                 "apache-2.0, cc-by-nc-4.0 or other."
             )
+        if not 0 <= self.spectral_every < float("inf"):
+            raise ValueError(
+                f"spectral_every={self.spectral_every} must be a number of steps, a share of all "
+                "below 1, or 0 for never."
+            )
         if self.logical_batch_size is not None and self.logical_batch_size < 1:
             raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
         if self.augmentation_multiplicity < 1:

@@ -1,4 +1,4 @@
-"""Pictures: epsilon over a run, budgets beside each other, which class was taken for which.
+"""Pictures: epsilon over a run, budgets, confusions of classes, singular values against noise.
 
 Receives numbers; writes PNG files, if matplotlib, the optional extra ``plots``, is installed.
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from hf_dpmuon.files import write_whole
 from hf_dpmuon.rounding import round_up
 
-__all__ = ["can_plot", "draw_budgets", "draw_confusions", "draw_epsilon"]
+__all__ = ["can_plot", "draw_budgets", "draw_confusions", "draw_epsilon", "draw_spectra"]
 
 MOST_WRITTEN_CLASSES = 30
 LABELS = {"noise_per_unit": "noise in the mean gradient / C"}
@@ -121,6 +121,64 @@ def draw_confusions(
             axes.text(column, row, str(count), ha="center", va="center", color=colour)
     _save(figure, path)
     return True
+
+
+def draw_spectra(
+    table: Sequence[Sequence[float]],
+    *,
+    names: Sequence[str],
+    steps: Sequence[int],
+    examples: Sequence[tuple[str, Sequence[float], Sequence[float], Sequence[float]]],
+    path: Path,
+) -> bool:
+    """Draw how far the leading singular value of each matrix stands above the noise.
+
+    Args:
+        table: Matrices by steps, leading value over what noise alone reaches.
+        names: Of the matrices.
+        steps: That were measured.
+        examples: Title, singular values, and places with the density of those of noise alone, in
+            units of the edge of the noise; drawn beside the table.
+        path: The PNG file.
+
+    Returns:
+        Whether it could be drawn.
+    """
+    if not can_plot():
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, max(4.5, 0.13 * len(names))), layout="constrained")
+    grid = figure.add_gridspec(len(examples), 2)
+    axes = figure.add_subplot(grid[:, 0])
+    colours = axes.imshow(
+        np.log2(table), aspect="auto", cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest"
+    )
+    bar = figure.colorbar(colours, ax=axes, ticks=[-1, 0, 1], extend="both")
+    bar.set_ticklabels(["half", "as noise", "twice"])
+    axes.set_title("leading singular value against what noise alone reaches", fontsize=9)
+    axes.set_yticks(range(len(names)), _shortened(names), fontsize=6, parse_math=False)
+    ticks = range(0, len(steps), math.ceil(len(steps) / 10))
+    axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+    axes.set_xlabel("step")
+    for row, (title, values, places, density) in enumerate(examples):
+        axes = figure.add_subplot(grid[row, 1])
+        bins = max(10, min(40, len(values) // 2))
+        axes.hist(values, bins=bins, density=True, alpha=0.5, label="private momentum")
+        axes.plot(places, density, color="black", label="noise alone (Marchenko-Pastur)")
+        axes.axvline(1, color="black", linestyle=":", linewidth=1)
+        axes.set_xlim(left=0)
+        axes.set_title(_shortened([title])[0], fontsize=9, parse_math=False)
+        axes.set_xlabel("singular value / edge of the noise")
+        axes.set_yticks([])
+        axes.legend(fontsize=7)
+    _save(figure, path)
+    return True
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """Names of parameters without what most of them share."""
+    return [".".join(name.replace(".weight", "").split(".")[-5:]) for name in names]
 
 
 def _save(figure: Any, path: Path) -> None:

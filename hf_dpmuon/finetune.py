@@ -145,6 +145,7 @@ def finetune(
         return
     trainer.save_state()
     trainer.plot_confusion()
+    trainer.plot_spectra()
     epsilon, delta = round_up_fixed(trainer.epsilon()), round_up(trainer.plan.delta)
     say(f"epsilon        {epsilon}  (delta {delta})")
     trainer.save_model()  # and pushes it under --push_to_hub

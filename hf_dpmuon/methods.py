@@ -21,7 +21,7 @@ from hf_dpmuon.options import Filter, Optimizer
 from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
 
-__all__ = ["Method", "create_optimizer", "matrix_shapes", "routing_table"]
+__all__ = ["Method", "create_optimizer", "matrices_of", "matrix_shapes", "routing_table"]
 
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
@@ -333,6 +333,17 @@ def create_optimizer(
         ValueError: As ``Method`` and ``Method.optimizer`` do.
     """
     return Method(**settings).optimizer(model, noise, steps=steps, max_grad_norm=max_grad_norm)
+
+
+def matrices_of(model: nn.Module) -> dict[str, int]:
+    """Names of the trainable parameters that are matrices, each with how many it stacks."""
+    matrix_roles = MATRIX_ROLES | {ParameterRole.HEAD, ParameterRole.PATCH_EMBEDDING}
+    roles = parameter_roles(model)
+    return {
+        name: BLOCKS.get(roles[name], 1)
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim >= 2 and roles[name] in matrix_roles
+    }
 
 
 def routing_table(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

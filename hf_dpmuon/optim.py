@@ -10,14 +10,21 @@ Each method is a pure ``*_update`` function on lists of tensors; the classes hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from hf_dpmuon.known_noise import KnownNoise, LinearResponse, ema, heavy_ball, lookahead
+from hf_dpmuon.known_noise import (
+    NO_FILTER,
+    KnownNoise,
+    LinearResponse,
+    ema,
+    heavy_ball,
+    lookahead,
+)
 from hf_dpmuon.spectral import (
     NOISE_AWARE_MAPS,
     SPECTRAL_MAPS,
@@ -33,6 +40,7 @@ __all__ = [
     "DPAdam",
     "DPMuon",
     "DPMuonS",
+    "momenta_after",
 ]
 
 CACHE_ENTRIES = 1 << 18  # on a CPU, entries of a stack of matrices: a core's cache
@@ -218,7 +226,6 @@ BUFFERS = {  # what each rule keeps of a parameter
     "muon_s": ("momentum_buffer",),
 }
 Momentum = Callable[[list[Tensor], list[Tensor]], list[Tensor]]
-Rule = tuple[Momentum, LinearResponse, Callable[..., Tensor]]
 OF_THE_RUN = frozenset({"params", "lr"})  # entries of a group that a checkpoint brings
 
 
@@ -352,6 +359,39 @@ class _PrivateOptimizer(torch.optim.Optimizer):
         settings = _named(group, "lr", "momentum", "weight_decay")
         sgd_update(*self._tensors(group, parameters), **settings)
 
+    def _momentum(self, group: dict[str, Any]) -> tuple[Momentum, LinearResponse]:
+        """The momentum of a group, and what it does to the noise."""
+        beta = group["momentum"]
+        return partial(heavy_ball_update, momentum=beta), heavy_ball(beta)
+
+
+@torch.no_grad()
+def momenta_after(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[Tensor, Tensor], *, step: int
+) -> Iterator[tuple[Tensor, Tensor, LinearResponse, int]]:
+    """What a step on private gradients would move along, before any map; nothing is changed.
+
+    Args:
+        optimizer: One of this module; of another only the gradients themselves are known.
+        gradients: By parameter; of any of them.
+        step: Number of the step, from 1, where the optimizer counts none of its own.
+
+    Yields:
+        Parameter, its momentum, what that makes of noise, and the number of the step.
+    """
+    if not isinstance(optimizer, _PrivateOptimizer):
+        yield from ((p, gradient, NO_FILTER, step) for p, gradient in gradients.items())
+        return
+    for group in optimizer.param_groups:
+        update, response = optimizer._momentum(group)
+        for p in group["params"]:
+            if p not in gradients:
+                continue
+            state = optimizer.state.get(p)
+            buffer = state[BUFFERS[group["rule"]][0]] if state else torch.zeros_like(p)
+            (momentum,) = update([gradients[p]], [buffer.clone()])
+            yield p, momentum, response, (state["steps"] if state else 0) + 1
+
 
 class DPSGD(_PrivateOptimizer):
     """DP-SGD with heavy-ball momentum (Abadi et al. 2016); the step of ``torch.optim.SGD``.
@@ -417,6 +457,10 @@ class DPAdam(_PrivateOptimizer):
             _check("betas", beta, low=0.0, high=1.0)
         if not group["eps"] > 0:
             raise ValueError(f"eps={group['eps']} must be > 0.")
+
+    def _momentum(self, group: dict[str, Any]) -> tuple[Momentum, LinearResponse]:
+        beta = group["betas"][0]
+        return partial(average_update, momentum=beta, nesterov=False), ema(beta)
 
     def _check_saved(self, saved: dict[str, Any], p: Tensor, rule: str, group: int) -> None:
         super()._check_saved(saved, p, rule, group)
@@ -485,13 +529,13 @@ class _MatrixOptimizer(_PrivateOptimizer):
         if group["rule"] == "sgd":
             super()._step_group(group, parameters, steps)
             return
-        momentum, response, direction = self._rule(group)
+        momentum, response = self._momentum(group)
         muon_update(
             *self._tensors(group, parameters),
             **_named(group, "lr", "weight_decay", "adjust_lr_fn", "blocks"),
             momentum=momentum,
             direction=partial(
-                direction,
+                self._direction(group),
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
                 noise_std=None if self.noise is None else self.noise.std_after(response, steps),
@@ -499,8 +543,8 @@ class _MatrixOptimizer(_PrivateOptimizer):
             ),
         )
 
-    def _rule(self, group: dict[str, Any]) -> Rule:
-        """The momentum, what it does to the noise, and the map from momentum to direction."""
+    def _direction(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        """The map from momentum to direction."""
         raise NotImplementedError
 
 
@@ -574,13 +618,15 @@ class DPMuon(_MatrixOptimizer):
                 "level of the noise in the gradients."
             )
 
-    def _rule(self, group: dict[str, Any]) -> Rule:
+    def _momentum(self, group: dict[str, Any]) -> tuple[Momentum, LinearResponse]:
+        if group["rule"] == "sgd":
+            return super()._momentum(group)
         beta, nesterov = group["momentum"], group["nesterov"]
-        return (
-            partial(average_update, momentum=beta, nesterov=nesterov),
-            lookahead(beta) if nesterov else ema(beta),
-            partial(spectral_map, name=group["spectral_map"], eps=group["eps"]),
-        )
+        response = lookahead(beta) if nesterov else ema(beta)
+        return partial(average_update, momentum=beta, nesterov=nesterov), response
+
+    def _direction(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        return partial(spectral_map, name=group["spectral_map"], eps=group["eps"])
 
 
 class DPMuonS(_MatrixOptimizer):
@@ -625,6 +671,5 @@ class DPMuonS(_MatrixOptimizer):
             adjust_lr_fn=adjust_lr_fn,
         )
 
-    def _rule(self, group: dict[str, Any]) -> Rule:
-        beta = group["momentum"]
-        return partial(heavy_ball_update, momentum=beta), heavy_ball(beta), scaled_polar
+    def _direction(self, group: dict[str, Any]) -> Callable[..., Tensor]:
+        return scaled_polar

@@ -354,6 +354,13 @@ class TrainingOptions:
         default=False,
         metadata={"help": "Log the raw training loss locally; it is NOT covered by the guarantee."},
     )
+    spectral_every: float = field(
+        default=0.1,
+        metadata={
+            "help": "Measure the singular values of the private momentum every so many steps; "
+            "below 1, a share of all; 0 for never. Costs no privacy; see docs/diagnostics.md."
+        },
+    )
     noise_seed: int | None = field(
         default=None,
         metadata={"help": "Tests only: fixed noise and sampling; voids the guarantee."},

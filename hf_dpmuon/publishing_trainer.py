@@ -18,6 +18,7 @@ from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
 from hf_dpmuon import hub
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.diagnostics import SPECTRAL_PLOT_FILE, SpectralReport, write_local_card
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.metrics import EvaluationRecord
 from hf_dpmuon.model_folder import ModelFolder
@@ -38,6 +39,7 @@ class PublishingTrainer(Trainer):
         privacy_run: Its ledger decides what report and card say; its folder is what is written.
         folder: Writes a saved model with report and card.
         evaluations: Of the split that was declared for it.
+        spectral_report: What singular values of private momenta were against the noise.
         interrupted: Whether a signal stopped the run; then nothing is pushed.
     """
 
@@ -46,6 +48,7 @@ class PublishingTrainer(Trainer):
     privacy_run: PrivateRun
     folder: ModelFolder
     evaluations: EvaluationRecord
+    spectral_report: SpectralReport
     interrupted: bool
     _staging = False
 
@@ -98,6 +101,15 @@ class PublishingTrainer(Trainer):
             path, label_names=self.folder.label_names
         )
 
+    def plot_spectra(self) -> bool:
+        """Draw in ``output_dir`` how singular values stood against the noise; never pushed.
+
+        Returns:
+            Whether it was drawn: in the main process, after a measured step, with matplotlib.
+        """
+        path = self.privacy_run.folder / SPECTRAL_PLOT_FILE
+        return self.is_world_process_zero() and self.spectral_report.plot(path)
+
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: each trial would spend budget that no ledger counts."""
         raise ValueError(
@@ -113,6 +125,7 @@ class PublishingTrainer(Trainer):
         if self.args.should_save:
             folder = self.privacy_run.folder if output_dir is None else Path(output_dir)
             self.folder.save(folder, self.ledger, with_plot=not self._staging, **self.card_facts())
+            write_local_card(folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the card that the ledger supports into ``output_dir``."""

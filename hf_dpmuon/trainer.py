@@ -32,6 +32,7 @@ from hf_dpmuon.batches import DrawDataset, RowWise
 from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
+from hf_dpmuon.diagnostics import SpectralReport
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.known_noise import signal_to_noise
 from hf_dpmuon.methods import routing_table
@@ -166,6 +167,14 @@ class DPTrainer(PublishingTrainer):
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
+        self.spectral_report = SpectralReport(
+            self.privacy_run.folder,
+            gradients=lambda: self.private_gradients,
+            noise=lambda: self._trained.noise,
+            guarantee=lambda: self.ledger is not None and self.ledger.guarantee,
+        )
+        if args.spectral_every > 0:
+            self.add_callback(self.spectral_report)
         self.add_callback(StopCallback(self.privacy_run.may_take, lambda: self.interrupted))
 
     @property

@@ -54,6 +54,7 @@ ROOMS = [
     "keys",
     "run",
     "callbacks",
+    "diagnostics",
     "batches",
     "model_folder",
     "training",

@@ -73,6 +73,7 @@ def test_the_quickstart_trains_evaluates_and_saves(launched):
     assert launched.stdout.count("Routing of parameters") == 1
     assert {path.name for path in folder.iterdir()} == {
         "README.md",
+        "README.local.md",
         "config.json",
         "epsilon.png",
         "confusion.png",
@@ -80,6 +81,8 @@ def test_the_quickstart_trains_evaluates_and_saves(launched):
         "preprocessor_config.json",
         "privacy_ledger.jsonl",
         "privacy_report.json",
+        "spectral_report.json",
+        "spectral_report.png",
         "trainer_state.json",
     }
     report = json.loads((folder / "privacy_report.json").read_text())

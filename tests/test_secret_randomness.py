@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from hf_dpmuon import DPTrainer, DPTrainingArguments
 from hf_dpmuon.batches import RowWise, SeededRows
-from hf_dpmuon.data import ImageExamples, build_transforms, load_image_dataset
+from hf_dpmuon.data import ImageExamples, build_transforms, collate, load_image_dataset
 from hf_dpmuon.models import load_model
 from hf_dpmuon.randomness import seeded_globals
 
@@ -108,6 +108,28 @@ def test_a_collator_that_draws_is_seeded_row_by_row():
     )
     whole = collate([rows[(i, 100 + i)] for i in range(4)])["pixel_values"]
     assert torch.equal(collate([rows[(2, 102)]])["pixel_values"][0], whole[2])
+
+
+class LazyRow(dict[str, Any]):
+    """A row that draws when it is read."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.rand(3, 4, 4) if name == "pixel_values" else torch.tensor(1)
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+
+@pytest.mark.parametrize("collator", [None, collate], ids=["default", "ours"])
+def test_our_collators_draw_nothing_that_the_rows_seed_does_not_decide(collator):
+    plain = {"pixel_values": torch.ones(3, 4, 4), "labels": torch.tensor(1)}
+    before = torch.get_rng_state()
+    RowWise(collator)([SeededRows([plain])[0, 7]])
+    assert torch.equal(torch.get_rng_state(), before)
+    seeded = SeededRows([LazyRow(plain)])
+    first = RowWise(collator)([seeded[0, 7]])["pixel_values"]
+    torch.rand(1)  # what others draw in between
+    assert torch.equal(RowWise(collator)([seeded[0, 7]])["pixel_values"], first)
 
 
 def test_the_global_generators_are_put_back():

@@ -749,10 +749,12 @@ def test_keys_are_readable_by_their_owner_only_and_beside_the_output_folder(tmp_
     assert {p.name for p in (tmp_path / "other").iterdir()} == {
         "epsilon.png",
         "README.md",
+        "README.local.md",
         "config.json",
         "model.safetensors",
         "privacy_ledger.jsonl",
         "privacy_report.json",
+        "spectral_report.json",
     }
 
 
