@@ -294,8 +294,9 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
         raise ValueError(
             f"path={os.fspath(path)} is not a privacy report of this version ({error})."
         ) from error
-    for stated in (report, *report.earlier):
-        _check_types(stated, Path(path))
+    _check_types(report, Path(path))
+    for entry in report.earlier:
+        _check_types(entry, Path(path))
     return report
 
 

@@ -227,9 +227,11 @@ class ModelFolder:
         write_whole(folder / model_card.CARD_FILE, card.encode())
 
 
-def _report_of(name: str, revision: str | None = None) -> Path | None:
+def _report_of(name: str | None, revision: str | None = None) -> Path | None:
     """Find what a private training of a model stated, in its folder or on the Hub."""
-    if name and Path(name).is_dir():
+    if not name:
+        return None
+    if Path(name).is_dir():
         path = Path(name) / model_card.REPORT_FILE
         return path if path.is_file() else None
     name = name.removeprefix("timm/")

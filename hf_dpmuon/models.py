@@ -407,7 +407,8 @@ def _timm() -> ModuleType:
 
     import hf_dpmuon.networks  # noqa: F401  # registers them
 
-    return timm
+    library: ModuleType = timm
+    return library
 
 
 def _sides(size: int | tuple[int, int] | list[int]) -> tuple[int, int]:
