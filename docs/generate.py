@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ TABLE = "<!-- rooms -->"
 
 def options_page() -> str:
     """All options of ours, by group, and those of the base class that are refused."""
-    from hf_dpmuon.arguments import DPTrainingArguments, refusals
-    from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions
+    from hf_dpmuon.arguments import REFUSED, REFUSED_WHEN
+    from hf_dpmuon.options import GROUPS
 
     lines = [
         "# Options",
@@ -29,35 +29,21 @@ def options_page() -> str:
         "`transformers.TrainingArguments` work as there unless they are named below;",
         "`finetune_vit.py --help-all` lists them.",
     ]
-    groups = (
-        ("Privacy, method and training", TrainingOptions),
-        ("Data", DataArguments),
-        ("Model", ModelArguments),
-    )
-    for title, kind in groups:
+    for title, kind in GROUPS.items():
         lines += ["", f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]
         lines += [_row(option, kind) for option in fields(kind)]
-    lines += [
-        "",
-        "## Values that are refused",
-        "",
-        "| option | why |",
-        "|---|---|",
-    ]
-    args = DPTrainingArguments("outputs", target_epsilon=1.0, use_cpu=True)
-    lines += [
-        f"| `{name}` | It {reason}. |" for name, (_, reason) in sorted(refusals(args).items())
-    ]
+    lines += ["", "## Refused", "", "| option | why |", "|---|---|"]
+    for name, reason in sorted(REFUSED.items()):
+        some = ", at some values" if name in REFUSED_WHEN else ""
+        lines.append(f"| `{name}`{some} | It {reason}. |")
     return "\n".join(lines) + "\n"
 
 
 def _row(option: Field[Any], kind: type) -> str:
-    from hf_dpmuon.options import choices
+    from hf_dpmuon.parsing import help_of
 
-    default = "" if option.default in (None, MISSING) else f"`{option.default}`"
-    names = choices(kind).get(option.name, ())
-    among = f" One of {', '.join(f'`{name}`' for name in names)}." if names else ""
-    text = f"{option.metadata['help']}{among}".replace("|", "\\|").replace("<", "&lt;")
+    default = "" if option.default is None else f"`{option.default}`"
+    text = help_of(option, kind, code="`").replace("|", "\\|").replace("<", "&lt;")
     return f"| `{option.name}` | {default} | {text} |"
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from hf_dpmuon.models import load_model, save_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
-    from hf_dpmuon.plan import PrivacyPlan, calibrate_noise_multiplier, num_steps
+    from hf_dpmuon.plan import Budget, PrivacyPlan, calibrate_noise_multiplier, num_steps
     from hf_dpmuon.random_matrix import (
         bulk_density,
         detection_gate,
@@ -64,7 +64,7 @@ _ROOMS = {
     "accounting": ("SampledGaussian", "compute_epsilon"),
     "group_privacy": ("group_epsilon",),
     "membership": ("membership_tpr",),
-    "plan": ("PrivacyPlan", "calibrate_noise_multiplier", "num_steps"),
+    "plan": ("Budget", "PrivacyPlan", "calibrate_noise_multiplier", "num_steps"),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "class_weights", "load_image_dataset"),
     "known_noise": ("KnownNoise", "signal_to_noise"),
@@ -103,6 +103,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "BookKeepingGradSampleModule",
+    "Budget",
     "DPAdam",
     "DPMuon",
     "DPMuonS",

@@ -1,7 +1,8 @@
 """The arguments of a run, and which of their combinations are refused.
 
 Receives the options of a run; whatever would break the privacy guarantee and can be seen from them
-alone is refused here, in one sentence that names the setting and says what to set instead.
+alone is refused here, in one sentence that names the setting and says what to set instead. The
+range of a value is checked by the room that uses it, which is asked here, before the data is read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
@@ -20,19 +21,27 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
-from transformers.training_args import OptimizerNames
 
 from hf_dpmuon import parsing
+from hf_dpmuon.mechanism import check_scales
 from hf_dpmuon.methods import Method
-from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions, check_choices
-from hf_dpmuon.plan import PrivacyPlan
+from hf_dpmuon.options import (
+    DataArguments,
+    ModelArguments,
+    TrainingOptions,
+    check_at_least,
+    check_choices,
+)
+from hf_dpmuon.plan import Budget, PrivacyPlan
+from hf_dpmuon.randomness import new_key
 
 __all__ = [
+    "REFUSED",
     "DPTrainingArguments",
     "DataArguments",
     "ModelArguments",
+    "help_all",
     "parse_arguments",
-    "refusals",
 ]
 
 # What may be logged to, and the variable that would make it upload more than logs.
@@ -43,17 +52,78 @@ INTEGRATIONS = {
     "mlflow": "HF_MLFLOW_LOG_ARTIFACTS",
 }
 OFF = ("", "0", "false", "no", "none")
+SHARDS = "shards gradients before they are clipped; run without it"
+COMPILES = "bypasses the hooks that compute per-sample gradients; leave it off"
+OTHER_OPTIMIZER = "has no effect here; choose dp_optimizer"
+
+# Options that are refused at another value than their default, each with the reason ...
+REFUSED = {
+    "max_grad_norm": "would rescale the private gradient; leave it 0 and set "
+    "per_sample_max_grad_norm",
+    "gradient_accumulation_steps": "does not fit Poisson sampling; leave it 1 and set "
+    "logical_batch_size (the size of a step) and per_device_train_batch_size (what fits into "
+    "memory)",
+    "train_sampling_strategy": "is not the Poisson sampling that the accountant assumes; leave it "
+    "'random'",
+    "auto_find_batch_size": "would touch data twice and count it once; set a smaller "
+    "per_device_train_batch_size",
+    "torch_compile": COMPILES,
+    "torch_compile_backend": COMPILES,
+    "torch_compile_mode": COMPILES,
+    "deepspeed": SHARDS,
+    "fsdp": SHARDS,
+    "parallelism_config": SHARDS,
+    "hub_strategy": "would push optimizer and generator states; use 'end' or 'every_save'",
+    "push_to_hub": "would publish a model that no secret noise protects; leave it off, or leave "
+    "noise_seed unset and noise_multiplier above 0",
+    "hub_always_push": "has no effect: training goes on only after each push; leave it off",
+    "activation_checkpointing": "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
+    "gradient_checkpointing": "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
+    "tf32": "rounds norms and sums to 10 bits, which loosens the clipping bound; leave it off",
+    "optim": OTHER_OPTIMIZER,
+    "optim_args": OTHER_OPTIMIZER,
+    "optim_target_modules": OTHER_OPTIMIZER,
+    "data_seed": "has no effect: samples are drawn from the system's entropy; leave it unset",
+    "dataloader_drop_last": "does not fit Poisson sampling; leave it off",
+    "remove_unused_columns": "has no effect: only images and labels reach the model; leave it off",
+    "label_names": "has no effect: the label of a row is 'labels'; leave it unset",
+    "skip_memory_metrics": "would log memory, which depends on the size of private batches; leave "
+    "it on",
+    "accelerator_config": "must not accumulate gradients; set logical_batch_size",
+    "include_num_input_tokens_seen": "would log the size of private batches; leave it 'no'",
+    "neftune_noise_alpha": "is for language models; leave it unset",
+    "use_liger_kernel": "replaces layers that per-sample gradients need; leave it off",
+    "debug": "prints raw activations of private images; leave it empty",
+    "do_predict": "has no effect; leave it off, and predict from the saved model",
+}
+# ... except for those of which only some values are.
+REFUSED_WHEN: dict[str, Callable[[DPTrainingArguments], bool]] = {
+    "hub_strategy": lambda args: (
+        HubStrategy(args.hub_strategy) in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+    ),
+    "push_to_hub": lambda args: (
+        args.push_to_hub and (args.noise_seed is not None or args.noise_multiplier == 0)
+    ),
+    "activation_checkpointing": lambda args: (
+        bool(args.activation_checkpointing) and args.grad_sample_mode == "hooks"
+    ),
+    "gradient_checkpointing": lambda args: (
+        bool(args.gradient_checkpointing) and args.grad_sample_mode == "hooks"
+    ),
+    "include_num_input_tokens_seen": lambda args: (
+        args.include_num_input_tokens_seen not in ("no", False)
+    ),
+    "accelerator_config": lambda args: "num_steps" in str(args.accelerator_config),
+    "debug": lambda args: "underflow_overflow" in str(args.debug),
+}
 
 
 @dataclass
 class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
-    """``TrainingArguments`` plus the privacy knobs; see each field's help.
+    """``TrainingArguments`` plus the privacy knobs; docs/options.md has those that differ.
 
-    Different from ``TrainingArguments``: rates, batch and epochs follow from the run by default,
-    ``lr_scheduler_type`` to cosine with 5 % warm-up, ``max_grad_norm`` to 0 (clipping is per
-    sample), ``remove_unused_columns`` to False, ``hub_private_repo`` to True, ``report_to`` to
-    none, ``output_dir`` to a new folder under ``outputs/``; ``per_device_train_batch_size`` is only
-    how many images are in memory at once, and all steps and epochs count logical batches.
+    ``per_device_train_batch_size`` is only how many images are in memory at once, and all steps and
+    epochs count logical batches.
 
     Raises:
         ValueError: On any setting that would void the guarantee or have no effect.
@@ -65,16 +135,12 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
         if name_folder:
             self.output_dir = f"outputs/{datetime.now():%Y%m%d-%H%M%S}"
         self._check_output_dir()
-        self._check_privacy()
-        self._check_training_loop()
+        self._check_values()
+        self._check_refused()
         self._check_launcher()
         if self.report_to is None:
             self.report_to = ["none"]
         self.use_cpu |= os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-        if self.do_predict:
-            raise ValueError(
-                "do_predict=True has no effect; leave it off, and predict from the saved model."
-            )
         super().__post_init__()  # type: ignore[no-untyped-call]
         if name_folder:  # clocks of several processes may differ
             (self.output_dir,) = broadcast_object_list([self.output_dir])
@@ -82,6 +148,16 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             self.loss_scale = 1024.0 if self.mixed_precision == "fp16" else 1.0
         self.dataloader_pin_memory = self.dataloader_pin_memory and self.device.type == "cuda"
         self._check_resolved()
+
+    @property
+    def budget(self) -> Budget:
+        """What is asked of the run."""
+        return Budget.of(vars(self))
+
+    @property
+    def method(self) -> Method:
+        """All settings of the method."""
+        return Method.of(vars(self))
 
     def following(self, plan: PrivacyPlan) -> DPTrainingArguments:
         """Return a copy that has the batch and the length of the plan, where they are unset.
@@ -103,39 +179,27 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 f"output_dir={self.output_dir!r} cannot be made or written; name a folder that can."
             )
 
-    def _check_privacy(self) -> None:
+    def _check_values(self) -> None:
+        """Let the rooms that use the values check them."""
+        check_choices(self, TrainingOptions)
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             both = "both are set" if self.target_epsilon is not None else "neither is set"
             raise ValueError(
                 f"exactly one of target_epsilon and noise_multiplier must be set, and {both}: give "
                 "target_epsilon to have sigma calibrated, or noise_multiplier to fix it."
             )
-        if self.target_epsilon is not None and not 0 < self.target_epsilon < float("inf"):
-            raise ValueError(f"target_epsilon={self.target_epsilon} must be a finite number > 0.")
-        if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < float("inf"):
-            raise ValueError(
-                f"noise_multiplier={self.noise_multiplier} must be a finite number >= 0."
-            )
-        if self.target_delta is not None and not 0 < self.target_delta < 1:
-            raise ValueError(
-                f"target_delta={self.target_delta} must be in (0, 1/N); unset, it is 1/(10 N)."
-            )
-        if not 0 < self.per_sample_max_grad_norm < float("inf"):
-            raise ValueError(
-                f"per_sample_max_grad_norm={self.per_sample_max_grad_norm} must be a finite number "
-                "> 0, for instance 1.0."
-            )
-        for name, number, least in (
-            ("per_device_train_batch_size", self.per_device_train_batch_size, 1),
-            ("per_device_eval_batch_size", self.per_device_eval_batch_size, 1),
-            ("dataloader_num_workers", self.dataloader_num_workers, 0),
-        ):
-            if number is not None and not least <= number < float("inf"):
-                raise ValueError(f"{name}={number} must be a finite number >= {least}.")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps={self.max_steps} must be >= 1, or -1 for whole epochs.")
-        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < float("inf"):
-            raise ValueError(f"num_train_epochs={self.num_train_epochs} must be > 0.")
+        assert self.budget
+        method = self.method
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale
+        check_scales(max_grad_norm=self.per_sample_max_grad_norm, loss_scale=loss_scale)
+        new_key(self.noise_seed)
+        check_at_least(
+            1,
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            per_device_eval_batch_size=self.per_device_eval_batch_size,
+            augmentation_multiplicity=self.augmentation_multiplicity,
+        )
+        check_at_least(0, dataloader_num_workers=self.dataloader_num_workers)
         if not 0 <= self.label_smoothing_factor < 1:
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} must be in [0, 1)."
@@ -150,27 +214,24 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
                 f"spectral_every={self.spectral_every} must be a number of steps, a share of all "
                 "below 1, or 0 for never."
             )
-        if self.logical_batch_size is not None and self.logical_batch_size < 1:
-            raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
-        if self.augmentation_multiplicity < 1:
-            raise ValueError(
-                f"augmentation_multiplicity={self.augmentation_multiplicity} must be >= 1."
-            )
-        check_choices(self, TrainingOptions)
-        self.method = Method.of(vars(self))
-        self.sgd_momentum = self.method.sgd_momentum
-        evaluations = self.method.filter([]).evaluations
-        if evaluations > 1 and self.grad_sample_mode == "ghost":
+        if method.filter([]).evaluations > 1 and self.grad_sample_mode == "ghost":
             raise ValueError(
                 f"disk_gamma={self.disk_gamma} needs two gradient evaluations a step, whose norms "
                 "grad_sample_mode='ghost' cannot combine; leave disk_gamma unset, or use "
                 "'bookkeeping'."
             )
 
-    def _check_training_loop(self) -> None:
-        for name, (bad, reason) in refusals(self).items():
-            if bad:
-                raise ValueError(f"{name}={vars(self)[name]!r} {reason}.")
+    def _check_refused(self) -> None:
+        defaults = {option.name: option.default for option in fields(self)}
+        for name, reason in REFUSED.items():
+            value, default = vars(self)[name], defaults[name]
+            of_some_values = REFUSED_WHEN.get(name)
+            if of_some_values is None:
+                is_refused = value != default and bool(value or default)  # None, False, "": alike
+            else:
+                is_refused = of_some_values(self)
+            if is_refused:
+                raise ValueError(f"{name}={value!r} {reason}.")
         steered = {
             "load_best_model_at_end": self.load_best_model_at_end,
             "save_strategy": SaveStrategy(self.save_strategy) is SaveStrategy.BEST,
@@ -248,125 +309,19 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             )
 
 
-def refusals(args: DPTrainingArguments) -> dict[str, tuple[bool, str]]:
-    """Return which options are refused, each with whether it is set so, and the reason."""
-    return {
-        "max_grad_norm": (
-            args.max_grad_norm != 0,
-            "would rescale the private gradient; leave it 0 and set per_sample_max_grad_norm",
-        ),
-        "gradient_accumulation_steps": (
-            args.gradient_accumulation_steps != 1,
-            "does not fit Poisson sampling; leave it 1 and set logical_batch_size (the size of "
-            "a step) and per_device_train_batch_size (what fits into memory)",
-        ),
-        "train_sampling_strategy": (
-            args.train_sampling_strategy != "random",
-            "is not the Poisson sampling that the accountant assumes; leave it 'random'",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "would touch data twice and count it once; set a smaller per_device_train_batch_size",
-        ),
-        "torch_compile": (
-            args.torch_compile
-            or args.torch_compile_backend is not None
-            or args.torch_compile_mode is not None,
-            "bypasses the hooks that compute per-sample gradients; leave it off",
-        ),
-        "deepspeed": (
-            args.deepspeed is not None,
-            "shards gradients before they are clipped; run without it",
-        ),
-        "fsdp": (
-            bool(args.fsdp),
-            "shards gradients before they are clipped; run without it",
-        ),
-        "parallelism_config": (
-            args.parallelism_config is not None,
-            "shards samples or gradients before they are clipped; run without it",
-        ),
-        "hub_strategy": (
-            HubStrategy(args.hub_strategy) in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
-            "would push optimizer and generator states; use 'end' or 'every_save'",
-        ),
-        "push_to_hub": (
-            args.push_to_hub and (args.noise_seed is not None or args.noise_multiplier == 0),
-            "would publish a model that no secret noise protects; leave it off, or leave "
-            "noise_seed unset and noise_multiplier above 0",
-        ),
-        "hub_always_push": (
-            args.hub_always_push,
-            "has no effect: training goes on only after each push; leave it off",
-        ),
-        "loss_scale": (
-            args.loss_scale is not None and not 0 < args.loss_scale < float("inf"),
-            "must be a finite number > 0; unset, it is 1024 with fp16 and 1 otherwise",
-        ),
-        "activation_checkpointing": (
-            bool(args.activation_checkpointing or args.gradient_checkpointing)
-            and args.grad_sample_mode == "hooks",
-            "recomputes layers behind the hooks; set grad_sample_mode='ghost'",
-        ),
-        "tf32": (
-            bool(args.tf32),
-            "rounds norms and sums to 10 bits, which loosens the clipping bound; leave it off",
-        ),
-        "optim": (
-            args.optim != TrainingArguments.optim
-            and OptimizerNames(args.optim) != OptimizerNames(TrainingArguments.optim),
-            "has no effect here; choose dp_optimizer",
-        ),
-        "optim_args": (args.optim_args is not None, "has no effect here; choose dp_optimizer"),
-        "optim_target_modules": (
-            args.optim_target_modules is not None,
-            "has no effect here; choose dp_optimizer",
-        ),
-        "data_seed": (
-            args.data_seed is not None,
-            "has no effect: samples are drawn from the system's entropy; leave it unset",
-        ),
-        "dataloader_drop_last": (
-            args.dataloader_drop_last,
-            "does not fit Poisson sampling; leave it off",
-        ),
-        "remove_unused_columns": (
-            bool(args.remove_unused_columns),
-            "has no effect: only images and labels reach the model; leave it off",
-        ),
-        "label_names": (
-            args.label_names is not None,
-            "has no effect: the label of a row is 'labels'; leave it unset",
-        ),
-        "skip_memory_metrics": (
-            not args.skip_memory_metrics,
-            "would log memory, which depends on the size of private batches; leave it on",
-        ),
-        "accelerator_config": (
-            "num_steps" in str(args.accelerator_config),
-            "must not accumulate gradients; set logical_batch_size",
-        ),
-        "include_num_input_tokens_seen": (
-            args.include_num_input_tokens_seen not in ("no", False),
-            "would log the size of private batches; leave it 'no'",
-        ),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha is not None,
-            "is for language models; leave it unset",
-        ),
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "replaces layers that per-sample gradients need; leave it off",
-        ),
-        "debug": (
-            bool(args.debug) and "underflow_overflow" in str(args.debug),
-            "prints raw activations of private images; leave it empty",
-        ),
-        "noise_seed": (
-            args.noise_seed is not None and args.noise_seed < 0,
-            "must be >= 0",
-        ),
+def help_all() -> str:
+    """Every option of ours and of the base class, and which of them are refused and why."""
+    ours = {option.name for option in fields(TrainingOptions)}
+    base = {
+        option.name: "" if option.name in REFUSED else " ".join(option.metadata["help"].split())
+        for option in fields(TrainingArguments)
+        if option.init and option.name not in ours
     }
+    notes = {
+        name: f"Refused{' at some values' if name in REFUSED_WHEN else ''}: it {reason}."
+        for name, reason in REFUSED.items()
+    }
+    return parsing.full_help(base, notes)
 
 
 def parse_arguments(
@@ -387,19 +342,17 @@ def parse_arguments(
     """
     argv = sys.argv[1:] if argv is None else argv
     parsing.answer_help(argv)
+    if "--help-all" in argv:
+        print(help_all())
+        sys.exit(0)
     kinds = (ModelArguments, DataArguments, DPTrainingArguments)
     parser = HfArgumentParser(
         list(kinds),  # type: ignore[arg-type]
-        description=parsing.DESCRIPTION,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
         exit_on_error=False,
         add_help=False,
     )
-    parser.add_argument("--config", help="YAML file of defaults for the options below.")
-    if "--help-all" in argv:
-        parser.print_help()
-        sys.exit(0)
+    parser.add_argument("--config")
     known = {f.name for kind in kinds for f in fields(kind) if f.init}
     parts = parsing.with_config(argv, known)
     try:

@@ -7,6 +7,7 @@ signals of the process; tells the base class's loop to show, save or stop. It se
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from hf_dpmuon.rounding import round_up_fixed
 
-__all__ = ["Interrupt", "PrivacyProgressCallback", "StopCallback"]
+__all__ = ["ExpectedPasses", "Interrupt", "PrivacyProgressCallback", "StopCallback"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,25 @@ class PrivacyProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.set_postfix(epsilon=round_up_fixed(self.epsilon()), refresh=False)
         super().on_step_end(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class ExpectedPasses(TrainerCallback):
+    """Counts epochs as expected passes over the data, steps times q.
+
+    The base class counts them in whole steps, of which one pass is the nearest number to 1 / q.
+    """
+
+    def __init__(self, sample_rate: float) -> None:
+        self.sample_rate = sample_rate
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say how many passes there will be, and how many an interrupted run has made."""
+        state.num_train_epochs = math.ceil(state.max_steps * self.sample_rate)
+        state.epoch = state.global_step * self.sample_rate
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step."""
+        state.epoch = state.global_step * self.sample_rate
 
 
 class StopCallback(TrainerCallback):

@@ -123,9 +123,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     card.add_argument("--output", type=Path, metavar="FILE", help="write it there")
     card.set_defaults(command=_card)
+    audit = commands.add_parser(
+        "audit",
+        help="what a run's releases show, beside what it claims",
+        description="Train the run that a YAML file describes once more, in a folder of its own, "
+        "with canaries added, and bound epsilon from below by tests for their membership "
+        "(guarantee: false; nothing is pushed).",
+    )
+    audit.add_argument("config", type=Path, metavar="RUN", help="the YAML file of the run")
+    audit.add_argument(
+        "--canaries", type=int, default=1000, metavar="N", help="privacy units to add (1000)"
+    )
+    audit.add_argument(
+        "--confidence", type=float, default=0.95, metavar="P", help="of all bounds together (0.95)"
+    )
+    audit.add_argument(
+        "--output_dir", type=Path, metavar="DIR", help="a new folder (the run's, with -audit)"
+    )
+    audit.set_defaults(command=_audit)
     for command in (inspect, card):
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, or a ledger file")
-    for command in (budget, inspect, card):
+    for command in (budget, inspect, card, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -136,23 +154,20 @@ def _parser() -> argparse.ArgumentParser:
 def _budget(options: argparse.Namespace) -> str:
     from hf_dpmuon.figures import draw_budgets
     from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
-    from hf_dpmuon.plan import PrivacyPlan
+    from hf_dpmuon.plan import Budget, PrivacyPlan
     from hf_dpmuon.rounding import percent_up, round_up, round_up_fixed
 
     def solve(batch_size: int) -> PrivacyPlan:
-        return PrivacyPlan.solve(
-            num_units=options.num_units,
+        return Budget(
             logical_batch_size=batch_size,
             target_epsilon=options.epsilon,
             noise_multiplier=options.sigma,
-            steps=options.steps,
-            num_epochs=options.epochs,
-            delta=options.delta,
+            max_steps=options.steps,
+            num_train_epochs=options.epochs,
+            target_delta=options.delta,
             accountant=options.accountant,
-        )
+        ).plan(options.num_units)
 
-    if options.sigma is not None and not options.sigma > 0:
-        raise ValueError(f"sigma={options.sigma} must be a finite number > 0.")
     asked = options.logical_batch_size
     plans = {asked: solve(asked)}
     for batch_size in {math.ceil(factor * asked) for factor in FACTORS} - {asked}:
@@ -193,7 +208,10 @@ def _budget(options: argparse.Namespace) -> str:
                 "delta": delta,
                 "accountant": options.accountant,
                 "adjacency": "add or remove one",
-                "plans": rows,
+                "plans": [
+                    {name: "inf" if value == math.inf else value for name, value in row.items()}
+                    for row in rows
+                ],
             }
         )
     header = f"{'batch':>8} {'q':>10} {'steps':>8} {'epochs':>8} {'sigma':>9} {'epsilon':>9} "
@@ -255,6 +273,10 @@ def _inspect(options: argparse.Namespace) -> str:
     values = report.to_dict()
     mechanisms, versions = values.pop("mechanisms"), values.pop("versions")
     del values["weights"], values["earlier"]
+    sharper, looser, fpr = (
+        values.pop(f"{name}membership_{rate}")
+        for name, rate in (("sharper_", "tpr"), ("", "tpr"), ("", "fpr"))
+    )
     lines = [
         "Not verifiable: there is no ledger here; these are the numbers as stated."
         if ledger is None
@@ -265,6 +287,8 @@ def _inspect(options: argparse.Namespace) -> str:
         *([] if ahead is None else [_said(ahead)]),
         "",
         *(f"{name:<26} {value}" for name, value in values.items() if value is not None),
+        f"{'membership':<26} {sharper} of members found at most, at a share of {fpr} false alarms "
+        f"(epsilon and delta alone say less: {looser} )",
         *(
             f"{'mechanism':<26} sigma {m['noise_multiplier']}, q {m['sample_rate']}, "
             f"{m['steps']} draws"
@@ -306,6 +330,18 @@ def _card(options: argparse.Namespace) -> str:
     if options.json:
         return _json({"metadata": metadata, "card": card})
     return card.rstrip("\n") if options.output is None else f"written to {options.output}"
+
+
+def _audit(options: argparse.Namespace) -> str:
+    from hf_dpmuon.canaries import audit, described_audit
+
+    report = audit(
+        options.config,
+        canaries=options.canaries,
+        output_dir=options.output_dir,
+        confidence=options.confidence,
+    )
+    return _json(report) if options.json else described_audit(report)
 
 
 def _load(path: Path) -> tuple[PrivacyReport, PrivacyLedger | None, bool]:

@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from hf_dpmuon.files import write_whole
 from hf_dpmuon.rounding import round_up
 
-__all__ = ["can_plot", "draw_budgets", "draw_confusions", "draw_epsilon", "draw_spectra"]
+__all__ = [
+    "can_plot",
+    "draw_audit",
+    "draw_budgets",
+    "draw_confusions",
+    "draw_epsilon",
+    "draw_spectra",
+]
 
 MOST_WRITTEN_CLASSES = 30
 LABELS = {"noise_per_unit": "noise in the mean gradient / C"}
@@ -83,6 +90,34 @@ def draw_budgets(
         axes.set_ylabel(LABELS.get(name, name))
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    _save(figure, path)
+    return True
+
+
+def draw_audit(rows: Sequence[Mapping[str, Any]], *, confidence: float, path: Path) -> bool:
+    """Draw what an audit has shown beside what is claimed; return whether it could be drawn.
+
+    Args:
+        rows: ``delta``, ``epsilon`` (the bound from below) and ``claim`` of each.
+        confidence: Of all bounds together.
+        path: The PNG file.
+    """
+    if not can_plot():
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    deltas = [row["delta"] for row in rows]
+    axes.plot(deltas, [row["claim"] for row in rows], marker="o", label="claimed, at most")
+    shown = f"shown at {confidence:.0%} confidence, at least"
+    axes.plot(deltas, [row["epsilon"] for row in rows], marker="s", label=shown)
+    axes.set_xscale("log")
+    axes.set_xlabel("delta")
+    axes.set_ylabel("epsilon")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
     _save(figure, path)
     return True
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import set_seed
@@ -15,6 +16,7 @@ from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArgumen
 from hf_dpmuon.data import (
     ImageExamples,
     ImageSplits,
+    RepeatedUnit,
     build_transforms,
     class_weights,
     load_image_dataset,
@@ -23,8 +25,9 @@ from hf_dpmuon.models import LoadedModel, load_model
 from hf_dpmuon.rounding import round_up, round_up_fixed
 from hf_dpmuon.scope import train_only
 from hf_dpmuon.trainer import DPTrainer
+from hf_dpmuon.units import PrivacyUnits
 
-__all__ = ["finetune"]
+__all__ = ["Parts", "finetune", "load_parts"]
 
 # One AUROC for each label, where there are several.
 METRICS_SHOWN = ("eval_accuracy", "eval_balanced", "eval_f1", "eval_auroc", "eval_expected")
@@ -77,13 +80,20 @@ def described(label_names: Sequence[str], weights: Sequence[float] | None) -> st
     return ", ".join(names) + (f" and {left} more" if left else "")
 
 
-def finetune(
-    model_args: ModelArguments, data_args: DataArguments, args: DPTrainingArguments
-) -> None:
-    """Load, train, evaluate, save, and say what was spent."""
-    set_seed(args.seed)
-    check_output_folder(Path(str(args.output_dir)), data_args.dataset_name)
-    window = data_args.dicom_window
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, next to its arguments; see ``DPTrainer``."""
+
+    loaded: LoadedModel
+    train: ImageExamples
+    evaluation: ImageExamples | None
+    units: PrivacyUnits | None
+    repeated_unit: RepeatedUnit | None
+    class_weights: list[float] | None
+
+
+def load_parts(model_args: ModelArguments, data_args: DataArguments) -> Parts:
+    """Load data and model, and tell the console what was found."""
     splits = load_image_dataset(
         data_args.dataset_name,
         config_name=data_args.dataset_config_name,
@@ -97,8 +107,8 @@ def finetune(
         privacy_unit_column=data_args.privacy_unit_column,
         privacy_unit_pattern=data_args.privacy_unit_pattern,
         public_class_names=data_args.public_class_names,
-        dicom_window=None if window is None else (window[0], window[1]),
-        on_corrupt="drop" if data_args.on_corrupt == "drop" else "refuse",
+        dicom_window=data_args.dicom_window,
+        on_corrupt=data_args.on_corrupt,
     )
     loaded = load_model(
         model_args.model_name_or_path,
@@ -116,16 +126,26 @@ def finetune(
             data_args.class_weights, splits, public_class_counts=data_args.public_class_counts
         )
     logger.info("Classes, in the order of the head: %s", described(splits.label_names, weights))
-    train_examples, eval_examples = load_examples(splits, loaded, data_args)
+    train, evaluation = load_examples(splits, loaded, data_args)
+    return Parts(loaded, train, evaluation, splits.units, splits.repeated_unit, weights)
+
+
+def finetune(
+    model_args: ModelArguments, data_args: DataArguments, args: DPTrainingArguments
+) -> None:
+    """Load, train, evaluate, save, and say what was spent."""
+    set_seed(args.seed)
+    check_output_folder(Path(str(args.output_dir)), data_args.dataset_name)
+    parts = load_parts(model_args, data_args)
     trainer = DPTrainer(
-        loaded,
+        parts.loaded,
         args,
-        train_dataset=train_examples,
-        eval_dataset=eval_examples,
-        units=splits.units,
+        train_dataset=parts.train,
+        eval_dataset=parts.evaluation,
+        units=parts.units,
         max_examples_per_unit=data_args.max_examples_per_unit,
-        repeated_unit=splits.repeated_unit,
-        class_weights=weights,
+        repeated_unit=parts.repeated_unit,
+        class_weights=parts.class_weights,
         base_model=model_args.model_name_or_path,
         dataset_name=data_args.dataset_name,
     )
@@ -137,7 +157,7 @@ def finetune(
     if trainer.interrupted:
         say(f"interrupted    --output_dir {args.output_dir} --resume_from_checkpoint last goes on")
         return
-    metrics = trainer.evaluate() if args.do_eval and eval_examples is not None else {}
+    metrics = trainer.evaluate() if args.do_eval and parts.evaluation is not None else {}
     for name, value in metrics.items():
         if name.startswith(METRICS_SHOWN):
             say(f"test {name.removeprefix('eval_').replace('_', ' ')}  {value:.4f}")

@@ -34,7 +34,7 @@ from hf_dpmuon.accounting import Clipping, NoiseEvent
 from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.randomness import keyed_generator
 
-__all__ = ["Clipping", "GaussianMechanism", "clip_factors"]
+__all__ = ["Clipping", "GaussianMechanism", "check_scales", "clip_factors"]
 
 LEAST_FACTOR = 1e-30  # also divided by a loss scale, float32 holds it with all its digits
 AUTOMATIC_STABILISER = 0.01  # gamma of AUTO-S, Bu et al. 2023 (arXiv 2206.07136)
@@ -79,6 +79,17 @@ def clip_factors(
     return {name: row.to(norms[name].dtype) for name, row in zip(norms, factors, strict=True)}
 
 
+def check_scales(*, max_grad_norm: float, loss_scale: float) -> None:
+    """Refuse a bound or a loss scale that could bound or scale nothing.
+
+    Raises:
+        ValueError: If one is not a finite number > 0.
+    """
+    for name, scale in (("per_sample_max_grad_norm", max_grad_norm), ("loss_scale", loss_scale)):
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{name}={scale} must be a finite number > 0, for instance 1.0.")
+
+
 class GaussianMechanism:
     """Turns per-sample gradients into one private gradient per logical batch.
 
@@ -118,12 +129,9 @@ class GaussianMechanism:
         loss_scale: float = 1.0,
         fixed_noise: bool = False,
     ) -> None:
-        if not (math.isfinite(loss_scale) and loss_scale > 0):
-            raise ValueError(f"loss_scale={loss_scale} must be a finite number > 0.")
+        check_scales(max_grad_norm=max_grad_norm, loss_scale=loss_scale)
         if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
             raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
-        if not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm={max_grad_norm} must be a finite number > 0.")
         if not 0 < sample_rate <= 1:
             raise ValueError(f"sample_rate={sample_rate} must be in (0, 1].")
         if num_units < 1:

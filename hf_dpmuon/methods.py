@@ -8,21 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_dpmuon.default_rates import Course
-from hf_dpmuon.filters import LOW_PASS, GradientFilter, KalmanFilter, LowPassFilter
+from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.known_noise import KnownNoise, heavy_ball
-from hf_dpmuon.optim import ADJUST_LR, DPSGD, DPAdam, DPMuon, DPMuonS
-from hf_dpmuon.options import Filter, Optimizer
+from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
+from hf_dpmuon.options import (
+    Filter,
+    LearningRateFactor,
+    LowPass,
+    Optimizer,
+    SpectralMap,
+    check_choices,
+)
 from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
-from hf_dpmuon.spectral import NOISE_AWARE_MAPS, SPECTRAL_MAPS, Triple, coefficient_table
+from hf_dpmuon.spectral import NOISE_AWARE_MAPS, Triple, coefficient_table
 
 __all__ = ["Method", "create_optimizer", "matrices_of", "matrix_shapes", "routing_table"]
 
+SPECTRAL = ("muon", "muon_s")
 FILTER_NAMES = {"none": "DP", "doppler": "DOPPLER", "disk": "DiSK"}
 MATRIX_ROLES = frozenset({ParameterRole.MATRIX, ParameterRole.CONV}) | set(BLOCKS)
 # Maps that iterate, and so have steps and a type; two of them have a choice of table as well.
@@ -34,80 +42,44 @@ TABLED_MAPS = ("newton_schulz", "selective")
 class Method:
     """All settings of a method; ``dp_optimizer`` and ``dp_filter`` are independent of each other.
 
-    Attributes:
-        dp_optimizer: "sgd" or "adam" on all parameters; "muon" or "muon_s" on matrices and DP-SGD
-            on the rest.
-        dp_filter: Filter of the private gradient.
-        learning_rate: Of the matrices under "muon" and "muon_s", of everything otherwise; None for
-            that of ``default_rates``.
-        vector_learning_rate: Of everything that "muon" and "muon_s" do not orthogonalise; None for
-            the default of "sgd".
-        weight_decay: Of matrices only.
-        sgd_momentum: Of DP-SGD steps, in [0, 1); None for 0.9, and 0 behind a filter, which is
-            momentum too.
-        orthogonalize_head: Whether the classifier's matrix is one of them (the paper's is).
-        orthogonalize_patch_embedding: The same for the patch embedding.
-        spectral_map: Direction of "muon"; see ``spectral.spectral_map``.
-        ns_steps: Newton-Schulz iterations.
-        ns_coefficients: Their coefficient table, or one triple.
-        ns_bf16: Whether they run in bfloat16, which is faster on CUDA only.
-        adjust_lr_fn: Factor for rectangular matrices; None for the method's own.
-        muon_momentum: Of spectral steps, in [0, 1); None for the method's own, 0.95 of "muon" and
-            0.9 of "muon_s".
-        adam_beta1: Of the first moment of "adam", in [0, 1).
-        adam_beta2: Of the second.
-        adam_epsilon: Added to its denominator.
-        correct_for_noise: Whether the second moment of "adam" and the largest singular value of
-            "muon_s" are corrected by the known noise.
-        doppler_coefficients: Name of the low-pass filter of "doppler".
-        disk_kappa: Gain of "disk", in (0, 1].
-        disk_gamma: Look-ahead of "disk", > 0; None for (1 - kappa) / kappa.
+    Each is an option of a run, or an argument of ``torch.optim.AdamW``, and in docs/methods.md.
 
     Raises:
         ValueError: If a name is unknown, a value out of range, or a setting without effect.
     """
 
-    dp_optimizer: str = "muon"
-    dp_filter: str = "none"
+    dp_optimizer: Optimizer = "muon"
+    dp_filter: Filter = "none"
     learning_rate: float | None = None
     vector_learning_rate: float | None = None
     weight_decay: float = 0.0
     sgd_momentum: float | None = None
     orthogonalize_head: bool = True
     orthogonalize_patch_embedding: bool = True
-    spectral_map: str = "newton_schulz"
+    spectral_map: SpectralMap = "newton_schulz"
     ns_steps: int = 5
     ns_coefficients: str | Triple = "quintic"
     ns_bf16: bool = False
-    adjust_lr_fn: str | None = None
+    adjust_lr_fn: LearningRateFactor | None = None
     muon_momentum: float | None = None
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     correct_for_noise: bool = False
-    doppler_coefficients: str = "ema_0.9"
+    doppler_coefficients: LowPass = "ema_0.9"
     disk_kappa: float = 0.7
     disk_gamma: float | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Method:
         """Take the settings of a method out of all arguments of a run."""
-        return cls(**{field.name: settings[field.name] for field in fields(cls)})
+        taken = {field.name: settings[field.name] for field in fields(cls)}
+        words = taken.pop("ns_coefficients")
+        return cls(**taken) if words is None else cls(ns_coefficients=_table(words), **taken)
 
     def __post_init__(self) -> None:
         """Check every setting, and fill in what depends on others."""
-        choices: dict[str, Sequence[str | None]] = {
-            "dp_optimizer": get_args(Optimizer),
-            "dp_filter": get_args(Filter),
-            "spectral_map": sorted(SPECTRAL_MAPS),
-            "doppler_coefficients": tuple(LOW_PASS),
-            "adjust_lr_fn": (None, *ADJUST_LR),
-        }
-        for name, legal in choices.items():
-            if vars(self)[name] not in legal:
-                raise ValueError(
-                    f"{name}={vars(self)[name]!r} must be one of {', '.join(map(str, legal))}."
-                )
+        check_choices(self, Method)
         coefficient_table(self.ns_coefficients)
         self._check_effects()
         if self.sgd_momentum is None:
@@ -133,39 +105,31 @@ class Method:
 
     def _check_effects(self) -> None:
         """Refuse settings, other than the defaults, that nothing would read."""
-        muon, muon_s, adam = (self.dp_optimizer == o for o in ("muon", "muon_s", "adam"))
-        if self.spectral_map != "newton_schulz" and not muon:
-            raise ValueError(
-                f"spectral_map={self.spectral_map!r} has no effect under "
-                f"dp_optimizer={self.dp_optimizer!r}; set dp_optimizer='muon' or leave it "
-                "'newton_schulz'."
-            )
-        if self.correct_for_noise and not (adam or muon_s):
-            raise ValueError(
-                "correct_for_noise=True has no effect under "
-                f"dp_optimizer={self.dp_optimizer!r}; use 'adam' or 'muon_s', or a spectral_map "
-                "that knows the noise."
-            )
-        iterated, tabled = (self.spectral_map in maps for maps in (ITERATED_MAPS, TABLED_MAPS))
-        under_optimizer, under_map, under_filter = (
+        optimizer, direction, filter = (
             f"{name}={vars(self)[name]!r}" for name in ("dp_optimizer", "spectral_map", "dp_filter")
         )
-        spectral = muon or muon_s
-        read: dict[str, tuple[bool, str]] = {
-            "orthogonalize_head": (spectral, under_optimizer),
-            "orthogonalize_patch_embedding": (spectral, under_optimizer),
-            "adjust_lr_fn": (spectral, under_optimizer),
-            "muon_momentum": (spectral, under_optimizer),
-            "ns_steps": (spectral and iterated, under_map if spectral else under_optimizer),
-            "ns_bf16": (spectral and iterated, under_map if spectral else under_optimizer),
-            "ns_coefficients": (spectral and tabled, under_map if spectral else under_optimizer),
-            "adam_beta1": (adam, under_optimizer),
-            "adam_beta2": (adam, under_optimizer),
-            "adam_epsilon": (adam, under_optimizer),
-            "sgd_momentum": (not adam, under_optimizer),
-            "doppler_coefficients": (self.dp_filter == "doppler", under_filter),
-            "disk_kappa": (self.dp_filter == "disk", under_filter),
-            "disk_gamma": (self.dp_filter == "disk", under_filter),
+        muon, adam = self.dp_optimizer == "muon", self.dp_optimizer == "adam"
+        spectral = self.dp_optimizer in SPECTRAL
+        iterated, tabled = (self.spectral_map in maps for maps in (ITERATED_MAPS, TABLED_MAPS))
+        disk, doppler = self.dp_filter == "disk", self.dp_filter == "doppler"
+        read = {
+            "spectral_map": (muon, optimizer),
+            "correct_for_noise": (adam or self.dp_optimizer == "muon_s", optimizer),
+            "vector_learning_rate": (spectral, optimizer),
+            "orthogonalize_head": (spectral, optimizer),
+            "orthogonalize_patch_embedding": (spectral, optimizer),
+            "adjust_lr_fn": (spectral, optimizer),
+            "muon_momentum": (spectral, optimizer),
+            "ns_steps": (spectral and iterated, direction if spectral else optimizer),
+            "ns_bf16": (spectral and iterated, direction if spectral else optimizer),
+            "ns_coefficients": (spectral and tabled, direction if spectral else optimizer),
+            "adam_beta1": (adam, optimizer),
+            "adam_beta2": (adam, optimizer),
+            "adam_epsilon": (adam, optimizer),
+            "sgd_momentum": (not adam, optimizer),
+            "doppler_coefficients": (doppler, filter),
+            "disk_kappa": (disk, filter),
+            "disk_gamma": (disk, filter),
         }
         for field in fields(self):
             value = vars(self)[field.name]
@@ -219,7 +183,7 @@ class Method:
             raise ValueError("correct_for_noise=True needs noise=KnownNoise(std).")
         matrices, vectors = self._groups(model)
         lr, vector_lr = self.learning_rate, self.vector_learning_rate
-        spectral = self.dp_optimizer in ("muon", "muon_s")
+        spectral = self.dp_optimizer in SPECTRAL
         if lr is None or (spectral and vector_lr is None):
             if noise is None or steps is None:
                 name = "learning_rate" if lr is None else "vector_learning_rate"
@@ -269,7 +233,7 @@ class Method:
 
     def _groups(self, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Groups of matrices, and that of the rest; each parameter is in exactly one."""
-        spectral = self.dp_optimizer in ("muon", "muon_s")
+        spectral = self.dp_optimizer in SPECTRAL
         roles = parameter_roles(model)
         matrix_roles = set(MATRIX_ROLES)
         if self.orthogonalize_head or not spectral:
@@ -310,6 +274,21 @@ def matrix_shapes(model: nn.Module) -> list[tuple[int, int]]:
                 blocks = BLOCKS.get(roles[name], 1)
                 found += [(len(p) // blocks, p.numel() // len(p))] * blocks
     return found or [(entries, 1)]
+
+
+def _table(words: str | Sequence[str | float]) -> str | Triple:
+    """A table's name or three numbers, as Python or the words of a command line have them."""
+    if isinstance(words, str):
+        return words
+    try:
+        first, second, third = map(float, words)
+    except ValueError:
+        if len(words) == 1:
+            return str(words[0])
+        raise ValueError(
+            f"ns_coefficients={words!r} must be the name of a table, or three numbers."
+        ) from None
+    return first, second, third
 
 
 def create_optimizer(

@@ -11,19 +11,21 @@ import difflib
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from hf_dpmuon.options import DataArguments, ModelArguments, TrainingOptions, choices
+from hf_dpmuon.options import GROUPS, choices, expert_options
 
 __all__ = [
     "DESCRIPTION",
     "Words",
     "answer_help",
+    "full_help",
+    "help_of",
     "option_of",
     "short_help",
     "unknown",
@@ -51,23 +53,8 @@ OTHER_NAMES = {
     "sigma": "noise_multiplier",
     "steps": "max_steps",
 }
-# Options of the base class that most runs set, shown in the short help.
-OFTEN_SET = {
-    "output_dir": "Folder of the run (a new one under outputs/).",
-    "max_steps": "Logical steps, instead of epochs.",
-    "weight_decay": "Decay of matrices (0).",
-    "bf16": "Autocast to bfloat16; weights, norms, sums and noise stay float32.",
-    "activation_checkpointing": "Recompute activations to save memory.",
-    "eval_strategy": "When to evaluate: no, steps or epoch (no).",
-    "save_strategy": "When to save a checkpoint: no, steps or epoch (steps).",
-    "save_steps": "Steps between two checkpoints (500).",
-    "seed": "Seed of a new head's weights; it has no part in noise or sampling (42).",
-    "push_to_hub": "Push the model to a private repository.",
-    "hub_model_id": "Name of that repository (the output folder's).",
-}
-# Options of ours that repeat the base class's, with another default, or exist to be refused.
-LESS_SHOWN = {"max_grad_norm", "remove_unused_columns", "loss_scale", "noise_seed"}
 WIDTH = 100
+LEAD = 32
 
 
 @dataclass(frozen=True)
@@ -117,40 +104,56 @@ def with_config(argv: Sequence[str], known: set[str]) -> list[Words]:
 
 
 def short_help() -> str:
-    """Our options with their choices, and the base class's that most runs set."""
-    lines = [
-        f"usage: finetune_vit.py [--config FILE.yaml] [--OPTION VALUE ...]   {DESCRIPTION}",
-        "Options may stand in the YAML file, too; the command line wins. --help-all shows all of "
-        "them.",
-    ]
-    groups: tuple[tuple[str, type], ...] = (
-        ("privacy, method and training", TrainingOptions),
-        ("data", DataArguments),
-        ("model", ModelArguments),
-    )
-    for title, kind in groups:
-        lines += ["", f"{title}:"]
+    """The options that most runs set, with their choices and defaults."""
+    lines = _introduction("--help-all shows all of them.")
+    for title, kind in GROUPS.items():
+        few = expert_options(kind)
+        lines += ["", f"{title.lower()}:"]
         for option in fields(kind):
-            if option.name not in LESS_SHOWN:
-                lines += _entry(option.name, _help_of(option, kind))
-    lines += ["", "of the base class, transformers.TrainingArguments:"]
-    for name, text in OFTEN_SET.items():
-        lines += _entry(name, text)
+            if option.name not in few:
+                lines += _entry(option.name, help_of(option, kind))
     return "\n".join(lines)
 
 
-def _help_of(option: Field[Any], kind: type) -> str:
+def full_help(base: Mapping[str, str], notes: Mapping[str, str]) -> str:
+    """All options of ours, and those of the base class with their help.
+
+    Args:
+        base: Help of the base class's options that are not among ours.
+        notes: What else is to be said of some options.
+    """
+    lines = _introduction("Those of transformers.TrainingArguments are the last.")
+    ours = {
+        title: {option.name: help_of(option, kind) for option in fields(kind)}
+        for title, kind in GROUPS.items()
+    }
+    for title, entries in (ours | {"transformers.TrainingArguments": base}).items():
+        lines += ["", f"{title}:"]
+        for name, text in entries.items():
+            lines += _entry(name, f"{text} {notes.get(name, '')}".strip())
+    return "\n".join(lines)
+
+
+def help_of(option: Field[Any], kind: type, *, code: str = "") -> str:
+    """The help of an option with its choices, each between two of ``code``."""
     text: str = option.metadata["help"]
-    if option.name in (names := choices(kind)):
-        text += f" One of {', '.join(names[option.name])}."
-    if option.default is not MISSING and option.default not in (None, False):
-        text += f" ({option.default})"
-    return text
+    names = [f"{code}{name}{code}" for name in choices(kind).get(option.name, ()) if name]
+    among = f" One of {', '.join(names)}." if names else ""
+    shown = "" if code or option.default is None else f" ({option.default})"
+    return f"{text}{among}{shown}"
+
+
+def _introduction(last: str) -> list[str]:
+    return [
+        "usage: finetune_vit.py [--config FILE.yaml] [--OPTION VALUE ...]",
+        DESCRIPTION,
+        f"Options may stand in the YAML file, too; the command line wins. {last}",
+    ]
 
 
 def _entry(name: str, text: str) -> list[str]:
-    lead = f"  --{name} ".ljust(32)
-    return textwrap.wrap(text, width=WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
+    lead = f"  --{name} ".ljust(LEAD)
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * LEAD)
 
 
 def option_of(word: str) -> str:

@@ -9,9 +9,9 @@ Guarantees:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from hf_dpmuon.accounting import (
     SMALLEST_NOISE_MULTIPLIER,
@@ -22,6 +22,7 @@ from hf_dpmuon.accounting import (
 from hf_dpmuon.rounding import round_up
 
 __all__ = [
+    "Budget",
     "PrivacyPlan",
     "affordable_steps",
     "calibrate_noise_multiplier",
@@ -50,6 +51,121 @@ class _Point(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What is asked of a run before its data is known: two of epsilon, sigma and the length.
+
+    Attributes:
+        logical_batch_size: Expected units in a step, >= 1; see ``default_batch_size`` if None.
+        target_epsilon: What the run may cost, > 0.
+        noise_multiplier: sigma >= 0.
+        max_steps: T >= 1, which overrules ``num_train_epochs``.
+        num_train_epochs: Passes over the data, > 0.
+        target_delta: In (0, 1/N); 1 / (10 N) if None.
+        accountant: What composes the steps.
+
+    Raises:
+        ValueError: A value lies outside its range, or not two of three are given.
+    """
+
+    logical_batch_size: int | None = None
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    max_steps: int | None = None
+    num_train_epochs: float | None = None
+    target_delta: float | None = None
+    accountant: str = "rdp"
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Budget:
+        """Take the budget out of all arguments of a run, whose ``max_steps`` is -1 if unset."""
+        taken = {field.name: settings[field.name] for field in fields(cls)}
+        return cls(
+            **taken | {"max_steps": None if taken["max_steps"] == -1 else taken["max_steps"]}
+        )
+
+    def __post_init__(self) -> None:
+        """Check every value that can be checked without N."""
+        if self.logical_batch_size is not None and self.logical_batch_size < 1:
+            raise ValueError(f"logical_batch_size={self.logical_batch_size} must be >= 1.")
+        if self.target_epsilon is not None:
+            _check_target(self.target_epsilon)
+        if self.noise_multiplier is not None:
+            SampledGaussian(self.noise_multiplier, 1.0)  # which checks it
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps={self.max_steps} must be >= 1.")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(
+                f"num_train_epochs={self.num_train_epochs} must be a finite number > 0."
+            )
+        if self.target_delta is not None and not 0 < self.target_delta < 1:
+            raise ValueError(f"target_delta={self.target_delta} must be in (0, 1/N).")
+        has_length = self.max_steps is not None or self.num_train_epochs is not None
+        given = [self.target_epsilon is not None, self.noise_multiplier is not None]
+        if not any(given) or (all(given) and has_length):
+            raise ValueError(
+                "target_epsilon (from which sigma is calibrated), noise_multiplier (sigma itself) "
+                "or both must be set, and both only without the length (steps or epochs)."
+            )
+
+    def plan(self, num_units: int, *, spent: Sequence[SampledGaussian] = ()) -> PrivacyPlan:
+        """Return the plan for N privacy units, with the third of the three.
+
+        Args:
+            num_units: N >= 1.
+            spent: Draws on the same units before, which count towards ``target_epsilon``.
+
+        Raises:
+            ValueError: N does not go with the batch size or delta, the two do not go together, or
+                the target is spent already.
+        """
+        if num_units < 1:
+            raise ValueError(f"num_units={num_units} must be >= 1.")
+        batch_size, epochs = self.logical_batch_size, self.num_train_epochs
+        if batch_size is None:
+            of_epochs = epochs if self.max_steps is None else None
+            batch_size = default_batch_size(num_units, self.target_epsilon, of_epochs)
+        if batch_size > num_units:
+            raise ValueError(
+                f"logical_batch_size={batch_size} must be in [1, {num_units}], the "
+                "number of privacy units."
+            )
+        delta = 1 / (10 * num_units) if self.target_delta is None else self.target_delta
+        if delta >= 1 / num_units:
+            raise ValueError(
+                f"target_delta={delta} must be above 0 and below 1/N = {1 / num_units:.3g}, or a "
+                "guarantee could publish one record in full; leave it unset for 1/(10 N)."
+            )
+        sample_rate = batch_size / num_units
+        epsilon, sigma, steps = self.target_epsilon, self.noise_multiplier, self.max_steps
+        if epsilon is not None and spent:
+            before = epsilon_bound(spent, delta=delta, accountant=self.accountant).epsilon
+            if before >= epsilon:
+                raise ValueError(
+                    f"target_epsilon={epsilon} must be above {round_up(before)}, which the "
+                    "training that the model started from has spent on the same units already."
+                )
+        if steps is None and epochs is not None:
+            steps = num_steps(num_epochs=epochs, sample_rate=sample_rate)
+        if steps is None and (epsilon is None or sigma is None):
+            steps = default_steps(sample_rate, epsilon)
+        if steps is None:
+            assert epsilon is not None
+            assert sigma is not None
+            steps = _longest(sigma, sample_rate, epsilon, delta, self.accountant, spent)
+        if sigma is None:
+            assert epsilon is not None
+            sigma = calibrate_noise_multiplier(
+                target_epsilon=epsilon,
+                target_delta=delta,
+                sample_rate=sample_rate,
+                steps=steps,
+                accountant=self.accountant,
+                spent=spent,
+            )
+        return PrivacyPlan(num_units, sample_rate, steps, delta, sigma, self.accountant)
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """The run as the accountant sees it, fixed before the first row is used.
 
@@ -68,88 +184,6 @@ class PrivacyPlan:
     delta: float
     noise_multiplier: float
     accountant: str = "rdp"
-
-    @classmethod
-    def solve(
-        cls,
-        *,
-        num_units: int,
-        logical_batch_size: int,
-        target_epsilon: float | None = None,
-        noise_multiplier: float | None = None,
-        steps: int | None = None,
-        num_epochs: float | None = None,
-        delta: float | None = None,
-        accountant: str = "rdp",
-        spent: Sequence[SampledGaussian] = (),
-    ) -> PrivacyPlan:
-        """Return the plan in which two of epsilon, sigma and the length are as given.
-
-        Args:
-            num_units: N >= 1.
-            logical_batch_size: Expected units in a step, in [1, N].
-            target_epsilon: What the run may cost, > 0.
-            noise_multiplier: sigma >= 0.
-            steps: T >= 1; or ``num_epochs``.
-            num_epochs: Passes over the data, > 0.
-            delta: In (0, 1/N); 1 / (10 N) if None.
-            accountant: What composes the steps.
-            spent: Draws on the same units before, which count towards ``target_epsilon``.
-
-        Raises:
-            ValueError: A value lies outside its range, or the three do not go together.
-        """
-        if num_units < 1:
-            raise ValueError(f"num_units={num_units} must be >= 1.")
-        if not 1 <= logical_batch_size <= num_units:
-            raise ValueError(
-                f"logical_batch_size={logical_batch_size} must be in [1, {num_units}], the number "
-                "of privacy units."
-            )
-        if delta is None:
-            delta = 1 / (10 * num_units)
-        if not 0 < delta < 1 / num_units:
-            raise ValueError(
-                f"delta={delta} must be above 0 and below 1/N = {1 / num_units:.3g}, or a "
-                "guarantee could publish one record in full; leave it unset for 1/(10 N)."
-            )
-        if noise_multiplier is not None and not 0 <= noise_multiplier < math.inf:
-            raise ValueError(f"noise_multiplier={noise_multiplier} must be a finite number >= 0.")
-        if target_epsilon is not None and not 0 < target_epsilon < math.inf:
-            raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
-        sample_rate = logical_batch_size / num_units
-        if steps is None and num_epochs is not None:
-            steps = num_steps(num_epochs=num_epochs, sample_rate=sample_rate)
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps={steps} must be >= 1.")
-        if sum(x is not None for x in (target_epsilon, noise_multiplier, steps)) != 2:
-            raise ValueError(
-                "two of epsilon, sigma (the noise multiplier) and steps (or epochs) must be given."
-            )
-        if target_epsilon is not None and spent:
-            before = epsilon_bound(spent, delta=delta, accountant=accountant).epsilon
-            if before >= target_epsilon:
-                raise ValueError(
-                    f"target_epsilon={target_epsilon} must be above {round_up(before)}, which the "
-                    "training that the model started from has spent on the same units already."
-                )
-        if steps is None:
-            assert target_epsilon is not None
-            assert noise_multiplier is not None
-            steps = _longest(
-                noise_multiplier, sample_rate, target_epsilon, delta, accountant, spent
-            )
-        if noise_multiplier is None:
-            assert target_epsilon is not None
-            noise_multiplier = calibrate_noise_multiplier(
-                target_epsilon=target_epsilon,
-                target_delta=delta,
-                sample_rate=sample_rate,
-                steps=steps,
-                accountant=accountant,
-                spent=spent,
-            )
-        return cls(num_units, sample_rate, steps, delta, noise_multiplier, accountant)
 
     @property
     def draws(self) -> SampledGaussian:
@@ -207,8 +241,7 @@ def calibrate_noise_multiplier(
         gives way to RDP.
     """
     check_delta(target_delta)
-    if not 0 < target_epsilon < math.inf:
-        raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
+    _check_target(target_epsilon)
     if steps < 1:
         raise ValueError(f"steps={steps} must be >= 1.")
     start = 1.0
@@ -343,6 +376,11 @@ def affordable_steps(
         else:
             excessive = middle
     return fitting
+
+
+def _check_target(target_epsilon: float) -> None:
+    if not 0 < target_epsilon < math.inf:
+        raise ValueError(f"target_epsilon={target_epsilon} must be a finite number > 0.")
 
 
 def _longest(

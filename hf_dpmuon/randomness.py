@@ -37,7 +37,7 @@ def new_key(seed: int | None = None) -> bytes:
     if seed is None:
         return secrets.token_bytes(32)
     if not 0 <= seed < 2**256:
-        raise ValueError(f"seed={seed} must be in [0, 2^256).")
+        raise ValueError(f"noise_seed={seed} must be in [0, 2^256).")
     return seed.to_bytes(32, "big")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +29,7 @@ from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.keys import SecretKeys, StartKey
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
-from hf_dpmuon.plan import (
-    FEWEST_STEPS,
-    PrivacyPlan,
-    affordable_steps,
-    default_batch_size,
-    default_steps,
-)
+from hf_dpmuon.plan import FEWEST_STEPS, affordable_steps
 from hf_dpmuon.randomness import keyed_generator, new_key
 from hf_dpmuon.units import PrivacyUnits
 
@@ -96,30 +90,15 @@ class PrivateRun:
         unit = "image" if units is None else units.name
         same = (unit, num_units, ADJACENCY)
         self._earlier = earlier if earlier is not None and _of(earlier) == same else None
-        epochs = args.num_train_epochs if args.max_steps < 1 else None
-        batch_size = args.logical_batch_size
-        if batch_size is None:
-            batch_size = default_batch_size(num_units, args.target_epsilon, epochs)
-        steps = args.max_steps if args.max_steps > 0 else None
-        if steps is None and epochs is None:
-            steps = default_steps(batch_size / num_units, args.target_epsilon)
-        self.plan = PrivacyPlan.solve(
-            num_units=num_units,
-            logical_batch_size=batch_size,
-            target_epsilon=args.target_epsilon,
-            noise_multiplier=args.noise_multiplier,
-            steps=steps,
-            num_epochs=epochs,
-            delta=args.target_delta,
-            accountant=args.accountant,
-            spent=[] if self._earlier is None else self._earlier.accounted,
-        )
+        spent = [] if self._earlier is None else self._earlier.accounted
+        self.plan = args.budget.plan(num_units, spent=spent)
         self.args = args.following(self.plan)
-        if args.logical_batch_size is None or (args.max_steps < 1 and epochs is None):
+        has_length = args.max_steps > 0 or args.num_train_epochs is not None
+        if args.logical_batch_size is None or not has_length:
             logger.info(
                 "By default: %d steps of %d expected units, %.3g passes over all %d.",
                 self.plan.steps,
-                batch_size,
+                self.plan.logical_batch_size,
                 self.plan.epochs,
                 num_units,
             )
@@ -151,6 +130,10 @@ class PrivateRun:
         self._key = b""
         self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
         self._replays: dict[int, _Replay] = {}
+
+    def disclaim(self) -> None:
+        """Let the ledger say that this run gives no guarantee; called before ``open``."""
+        self._facts = replace(self._facts, guarantee=False)
 
     # ---- budget ----
 
@@ -392,7 +375,7 @@ class PrivateRun:
 
         What the accountant can compose (sigma, sampling rate, bound, delta) may change.
         """
-        now = self._settings()
+        now = json.loads(json.dumps(self._settings()))  # as it was saved
         changed = [name for name in now if now[name] != saved.get(name)]
         if changed:
             name = changed[0]

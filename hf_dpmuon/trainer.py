@@ -29,7 +29,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import DrawDataset, RowWise
-from hf_dpmuon.callbacks import Interrupt, PrivacyProgressCallback, StopCallback
+from hf_dpmuon.callbacks import ExpectedPasses, Interrupt, PrivacyProgressCallback, StopCallback
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.diagnostics import SpectralReport
@@ -167,6 +167,8 @@ class DPTrainer(PublishingTrainer):
         self.label_names = ["labels"]
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
+        # first, so that all others see it
+        self.callback_handler.callbacks.insert(0, ExpectedPasses(self.plan.sample_rate))
         self.spectral_report = SpectralReport(
             self.privacy_run.folder,
             gradients=lambda: self.private_gradients,

@@ -223,13 +223,14 @@ def arguments(folder: Path, **settings: Any) -> DPTrainingArguments:
         "per_device_train_batch_size": 4,
         "max_steps": 4,
         "learning_rate": 0.1,
-        "vector_learning_rate": 0.1,
         "noise_seed": 7,
         "use_cpu": True,
         "disable_tqdm": True,
         "save_strategy": "no",
         "logging_steps": 1,
     }
+    if settings.get("dp_optimizer", "muon") in ("muon", "muon_s"):
+        defaults["vector_learning_rate"] = 0.1
     return DPTrainingArguments(**{**defaults, **settings})
 
 

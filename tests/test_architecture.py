@@ -23,6 +23,7 @@ ROOMS = [
     "options",
     "group_privacy",
     "membership",
+    "auditing",
     "plan",
     "randomness",
     "units",
@@ -61,6 +62,7 @@ ROOMS = [
     "publishing_trainer",
     "trainer",
     "finetune",
+    "canaries",
     "cli",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -151,6 +153,7 @@ LIGHT = {
     "budget --help": "main(['budget', '--help'])",
     "inspect --help": "main(['inspect', '--help'])",
     "card --help": "main(['card', '--help'])",
+    "audit --help": "main(['audit', '--help'])",
     "--help": "main(['--help'])",
     "finetune --help": "from hf_dpmuon.parsing import answer_help; answer_help(['--help'])",
 }

@@ -9,11 +9,18 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_dpmuon.arguments import (
+    REFUSED,
+    REFUSED_WHEN,
     DataArguments,
     DPTrainingArguments,
     ModelArguments,
     parse_arguments,
 )
+from hf_dpmuon.filters import LOW_PASS
+from hf_dpmuon.grad_sample import ENGINES
+from hf_dpmuon.optim import ADJUST_LR
+from hf_dpmuon.options import TrainingOptions, choices
+from hf_dpmuon.spectral import SPECTRAL_MAPS
 
 
 def arguments(tmp_path: Path, **settings: object) -> DPTrainingArguments:
@@ -22,7 +29,7 @@ def arguments(tmp_path: Path, **settings: object) -> DPTrainingArguments:
     )
 
 
-REFUSED = [
+REFUSALS = [
     ({"noise_multiplier": None}, "neither is set"),
     ({"target_epsilon": 8.0}, "both are set"),
     ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
@@ -39,6 +46,11 @@ REFUSED = [
     ({"grad_sample_mode": "ew"}, "grad_sample_mode='ew'"),
     ({"dp_optimizer": "lamb"}, "dp_optimizer='lamb'"),
     ({"noise_seed": -1}, "noise_seed=-1"),
+    ({"target_delta": float("nan")}, "target_delta=nan"),
+    ({"augmentation_multiplicity": 0}, "augmentation_multiplicity=0"),
+    ({"eval_strategy": "never"}, "eval_strategy='never'"),
+    ({"gradient_checkpointing": True, "grad_sample_mode": "hooks"}, "gradient_checkpointing=True"),
+    ({"tf32": True}, "tf32=True"),
     ({"max_grad_norm": 1.0}, "per_sample_max_grad_norm"),
     ({"gradient_accumulation_steps": 4}, "logical_batch_size"),
     ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
@@ -64,7 +76,7 @@ REFUSED = [
         "public_eval_split",
     ),
     ({"save_strategy": "best", "metric_for_best_model": "accuracy"}, "public_eval_split"),
-    ({"max_steps": 0}, "max_steps=0 must be >= 1, or -1"),
+    ({"max_steps": 0}, "max_steps=0 must be >= 1"),
     ({"max_steps": -2}, "max_steps=-2"),
     ({"num_train_epochs": -1}, "num_train_epochs=-1"),
     ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size=0"),
@@ -81,7 +93,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=lambda v: str(v)[:60])
+@pytest.mark.parametrize(("settings", "message"), REFUSALS, ids=lambda v: str(v)[:60])
 def test_what_would_void_the_guarantee_is_refused_in_one_sentence(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message) as refusal:
         arguments(tmp_path, **settings)
@@ -287,7 +299,6 @@ def test_values_of_the_file_are_read_as_on_the_command_line(tmp_path):
     [
         "max_steps: 1.5",
         "dicom_window: [a, b]",
-        "dicom_window: 40",
         "per_sample_max_grad_norm: [1, 2]",
         "logical_batch_size: true",
         "max_examples_per_unit: 2.5",
@@ -405,14 +416,56 @@ def test_k236_predicting_is_refused_with_what_to_do_instead(tmp_path):
     assert not parse_arguments(["--target_epsilon=8", "--do_train=False"])[2].do_train
 
 
-def test_help_is_short_and_complete(capsys):
+def said_by(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as end:
-        parse_arguments(["--help"])
+        parse_arguments(words)
     assert end.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 120
-    assert all("--help-all" in line or len(line) <= 130 for line in lines)
+    return capsys.readouterr().out
+
+
+def test_help_is_two_screens_and_has_choices_and_defaults(capsys):
+    lines = said_by(capsys, "--help").splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 100
     said = " ".join(" ".join(lines).split())
     for name in ("target_epsilon", "dataset_name", "model_name_or_path", "output_dir"):
         assert f"--{name}" in said
-    assert "One of sgd, adam, muon, muon_s." in said
+    assert "One of sgd, adam, muon, muon_s. (muon)" in said
+    assert "--ns_steps" not in said  # few runs set it
+
+
+def test_help_all_has_every_option_and_marks_the_refused_ones(capsys):
+    said = " ".join(said_by(capsys, "--help-all").split())
+    for kind in (ModelArguments, DataArguments, DPTrainingArguments):
+        for option in dataclasses.fields(kind):
+            assert not option.init or f"--{option.name} " in said
+    for name, reason in REFUSED.items():
+        entry = said.split(f"--{name} ")[1].split(" --")[0]
+        assert "Refused" in entry
+        assert reason in entry
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) - set(REFUSED_WHEN)))
+def test_an_option_that_is_marked_as_refused_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"^{name}="):
+        arguments(tmp_path, **{name: {"skip_memory_metrics": False}.get(name, 3)})
+
+
+def test_names_that_help_lists_are_those_of_the_rooms_that_read_them():
+    names = choices(TrainingOptions)
+    assert set(names["spectral_map"]) == set(SPECTRAL_MAPS)
+    assert names["doppler_coefficients"] == tuple(LOW_PASS)
+    assert names["adjust_lr_fn"] == (None, *ADJUST_LR)
+    assert set(names["grad_sample_mode"]) == {*ENGINES, "auto"}
+
+
+def test_a_budget_that_is_changed_after_construction_counts(tmp_path):
+    args = arguments(tmp_path, noise_multiplier=None, target_epsilon=8.0)
+    args.target_epsilon = 1.0
+    assert args.budget.plan(10_000).epsilon <= 1.0
+
+
+@pytest.mark.parametrize("text", ["[3.4445, -4.775, 2.0315]", "quintic_tuned"])
+def test_coefficients_stand_in_the_file_as_a_name_or_a_list(tmp_path, text):
+    method = parsed(tmp_path, f"ns_coefficients: {text}")[2].method
+    assert method.ns_coefficients in ("quintic_tuned", (3.4445, -4.775, 2.0315))

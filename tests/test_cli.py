@@ -281,20 +281,22 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     [
         ("", "arguments are required: --num_units"),
         ("--num_units many", "invalid int value: 'many'"),
-        ("--num_units 5000", r"two of epsilon, sigma"),
-        ("--num_units 5000 --epsilon 1 --sigma 1 --steps 1", "two of epsilon, sigma"),
+        ("--num_units 5000", r"or both must be set"),
+        ("--num_units 5000 --epsilon 1 --sigma 1 --steps 1", "or both must be set"),
         ("--num_units 5000 --steps 1 --epochs 1", "not allowed with argument"),
         ("--num_units 0 --epsilon 1 --sigma 1", "num_units=0 must be >= 1"),
         ("--num_units 9 --epsilon 1 --sigma 1", r"logical_batch_size=1024 must be in \[1, 9\]"),
         ("--num_units 5000 --epsilon 1 --steps 0", "steps=0 must be >= 1"),
         ("--num_units 5000 --epsilon -1 --steps 5", "epsilon=-1.0 must be a finite number > 0"),
         ("--num_units 5000 --epsilon nan --sigma 1", "epsilon=nan must be a finite number > 0"),
-        ("--num_units 5000 --sigma 0 --steps 5", "sigma=0.0 must be a finite number > 0"),
+        ("--num_units 5000 --sigma -1 --steps 5", "noise_multiplier=-1.0 must be a finite number"),
+        ("--num_units 5000 --sigma nan --steps 5", "noise_multiplier=nan must be a finite number"),
+        ("--num_units 5000 --sigma 1 --steps -1", "max_steps=-1 must be >= 1"),
         (
             "--num_units 5000 --sigma inf --steps 5",
             "multiplier=inf must be a finite number >= 0",
         ),
-        ("--num_units 5000 --sigma 1 --epochs inf", "num_epochs=inf must be a finite number"),
+        ("--num_units 5000 --sigma 1 --epochs inf", "num_train_epochs=inf must be a finite number"),
         (
             "--num_units 5000 --sigma 1 --steps 1 --delta 0.1",
             "delta=0.1 must be above 0",
@@ -314,6 +316,12 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
 )
 def test_a_budget_that_makes_no_sense_is_refused_in_one_sentence(capsys, given, message):
     assert re.search(message, refusal("budget", *given.split(), capsys=capsys))
+
+
+def test_no_noise_costs_everything(capsys):
+    arguments = ("budget", "--num_units", 5000, "--sigma", 0, "--steps", 5)
+    assert {plan["epsilon"] for plan in values(*arguments, capsys=capsys)["plans"]} == {"inf"}
+    assert " inf " in text(*arguments, capsys=capsys)
 
 
 def test_no_command_is_refused(capsys):
@@ -375,6 +383,10 @@ def test_inspect_prints_every_cost_in_full(folder, capsys):
     words = text("inspect", folder, capsys=capsys).replace(",", " ").split()
     for cost in (report.epsilon, report.membership_tpr, report.sharper_membership_tpr):
         assert repr(cost) in words
+    output = text("inspect", folder, capsys=capsys)
+    assert output.index(repr(report.sharper_membership_tpr)) < output.index(
+        repr(report.membership_tpr)
+    )
     assert words.count(repr(delta)) == 2  # of the report, of the start
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from image_tables import SECRET, class_folders, parquet, table, write_image
 from PIL import Image
 
-from hf_dpmuon.arguments import DataArguments
+from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
 from hf_dpmuon.data import (
     ImageExamples,
     ImageFormat,
@@ -23,6 +23,7 @@ from hf_dpmuon.data import (
     collate,
     load_image_dataset,
 )
+from hf_dpmuon.finetune import finetune
 
 RGB = ImageFormat(8, 8, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear")
 GREY = ImageFormat(8, 8, 1, (0.0,), (1.0,), "bilinear")
@@ -38,16 +39,33 @@ CLASSES = datasets.ClassLabel(names=["a", "b", "c"])
         ({"eval_fraction": 1.0}, r"eval_fraction=1\.0 must be in \(0, 1\)"),
         ({"eval_fraction": 0.2, "eval_split": "test"}, "are both set"),
         ({"label_column": "a", "label_columns": ["b"]}, "are both set"),
-        ({"max_examples_per_unit": 0}, "max_examples_per_unit=0 must be >= 1"),
-        ({"dicom_window": [40.0]}, "two numbers"),
+        ({"max_examples_per_unit": 0}, "max_examples_per_unit=0 must be a finite number >= 1"),
+        ({"dicom_window": [40.0]}, "two finite numbers"),
         ({"dicom_window": [40.0, 0.0]}, "a width > 0"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_any_data(
-    given_settings: dict[str, Any], message: str
+    given_settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    args = DPTrainingArguments(str(tmp_path), noise_multiplier=1.0, use_cpu=True)
     with pytest.raises(ValueError, match=message):
-        DataArguments(**given_settings)
+        finetune(ModelArguments(), DataArguments(dataset_name="/absent", **given_settings), args)
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "needed"),
+    [
+        ({"max_examples_per_unit": 4}, "privacy_unit_column"),
+        ({"public_class_counts": True}, "class_weights"),
+        ({"privacy_unit_pattern": "(?P<patient>p[0-9]+)"}, "privacy_unit_column"),
+    ],
+)
+def test_settings_without_effect_are_refused_before_any_data(
+    given_settings: dict[str, Any], needed: str, tmp_path: Path
+) -> None:
+    args = DPTrainingArguments(str(tmp_path), noise_multiplier=1.0, use_cpu=True)
+    with pytest.raises(ValueError, match=f"{next(iter(given_settings))}=.*{needed}"):
+        finetune(ModelArguments(), DataArguments(dataset_name="/absent", **given_settings), args)
 
 
 # Corrupt images and copies

@@ -208,7 +208,7 @@ def test_files_too_large_for_the_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
-    with pytest.raises(ValueError, match=r"to be held in memory, of which 0[.]0 GiB are free"):
+    with pytest.raises(ValueError, match=r"of memory to read, of which 0[.]0 GiB are free"):
         load_image_dataset(str(written(tmp_path, "x", "tar")))
 
 

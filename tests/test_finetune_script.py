@@ -114,7 +114,10 @@ def test_two_processes_train_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--target_epsilon=8", "--noise_multiplier=1"], "both are set"),
+        (
+            ["--target_epsilon=8", "--noise_multiplier=1"],
+            "both are set",
+        ),
         (["--target_epsilon=8", "--logical_batch_size=5000"], "logical_batch_size=5000"),
         (["--target_epsilom=8"], "did you mean 'target_epsilon'"),
         (["--target_epsilon=8", "--dataset_name=no/such-set"], "no/such-set"),

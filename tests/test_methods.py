@@ -13,6 +13,7 @@ import yaml
 from support import (
     Images,
     N,
+    arguments,
     fixed_draw,
     fixed_noise,
     largest_difference,
@@ -163,7 +164,7 @@ def test_every_method_trains_as_plain_code_does(tmp_path, dp_optimizer, dp_filte
         dp_filter=dp_filter,
         **({"disk_kappa": KAPPA} if dp_filter == "disk" else {}),
         learning_rate=lr,
-        vector_learning_rate=lr,
+        **({"vector_learning_rate": lr} if dp_optimizer in ("muon", "muon_s") else {}),
         lr_scheduler_type="constant",
         warmup_steps=0,
     )
@@ -188,7 +189,7 @@ def test_the_combination_of_each_sample_is_what_is_clipped(tmp_path, mode, gamma
             trainer_of(tmp_path, **settings)
         return
     model = tiny_vit()
-    trainer = trainer_of(tmp_path, learning_rate=lr, vector_learning_rate=lr, **settings)
+    trainer = trainer_of(tmp_path, learning_rate=lr, **settings)
     trainer.train()
     train_by_hand(
         model, dp_optimizer="sgd", dp_filter="disk", steps=3, lr=lr, gamma=gamma, bound=bound
@@ -283,7 +284,7 @@ def test_dropout_is_the_same_at_every_query_point(tmp_path):
         ({"sgd_momentum": 1.0}, r"sgd_momentum=1.0 must be in \[0, 1\)"),
         ({"ns_steps": 0}, r"ns_steps=0 must be >= 1"),
         ({"adjust_lr_fn": "x"}, r"adjust_lr_fn='x' must be one of None, paper"),
-        ({"spectral_map": "x"}, r"spectral_map='x' must be one of hard_threshold"),
+        ({"spectral_map": "x"}, r"spectral_map='x' must be one of newton_schulz"),
         ({"spectral_map": "svd", "dp_optimizer": "adam"}, r"spectral_map='svd' has no effect"),
         ({"correct_for_noise": True}, r"correct_for_noise=True has no effect under"),
         ({"muon_momentum": 1.0}, r"muon_momentum=1.0 must be in \[0, 1\)"),
@@ -301,6 +302,7 @@ def test_settings_of_a_method_are_refused_by_name_and_range(tmp_path, settings, 
 FILTERED = ("doppler", "disk")
 # Options of a method, at a value away from the default, and the methods on which they act.
 OPTIONS = {
+    "vector_learning_rate": (0.2, {"muon", "muon_s"}),
     "orthogonalize_head": (False, {"muon", "muon_s"}),
     "orthogonalize_patch_embedding": (False, {"muon", "muon_s"}),
     "adjust_lr_fn": ("match_rms_adamw", {"muon", "muon_s"}),
@@ -400,6 +402,29 @@ def test_options_of_an_iteration_reach_the_maps_that_iterate(tmp_path, settings)
     plain = short_run(tmp_path / "plain", **common)
     changed = short_run(tmp_path / "changed", **{**common, **settings})
     assert largest_difference(plain, changed) > 1e-6
+
+
+TRIPLE = (3.4445, -4.775, 2.0315)  # the quintic table's
+
+
+@pytest.mark.parametrize("given", [TRIPLE, list(TRIPLE), [str(n) for n in TRIPLE], ["quintic"]])
+def test_coefficients_may_be_three_numbers(tmp_path, given):
+    assert arguments(tmp_path, ns_coefficients=given).method.ns_coefficients in (TRIPLE, "quintic")
+
+
+@pytest.mark.parametrize("words", [["1", "2"], ["a", "b", "c"], ["nan", "1", "1"], ["sextic"]])
+def test_coefficients_that_are_no_table_are_refused(tmp_path, words):
+    with pytest.raises(ValueError, match="ns_coefficients="):
+        arguments(tmp_path, ns_coefficients=words)
+
+
+def test_a_run_of_three_coefficients_resumes(tmp_path):
+    """The settings of a checkpoint are JSON, which knows no tuples."""
+    settings = {"ns_coefficients": TRIPLE, "save_strategy": "steps", "save_steps": 2}
+    trainer_of(tmp_path, max_steps=2, **settings).train()
+    again = trainer_of(tmp_path, max_steps=3, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -322,9 +322,7 @@ def test_groups_hold_each_trainable_parameter_once(architecture, dp_optimizer):
     model = TINY_MODELS[architecture]()
     frozen = next(p for p in model.parameters() if p.ndim == 2)
     frozen.requires_grad_(False)
-    optimizer = create_optimizer(
-        model, dp_optimizer=dp_optimizer, learning_rate=0.1, vector_learning_rate=0.3
-    )
+    optimizer = create_optimizer(model, dp_optimizer=dp_optimizer, learning_rate=0.1)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p is not frozen)
 
@@ -372,7 +370,6 @@ def test_hugging_face_and_timm_copies_of_one_model_take_the_same_step(dp_optimiz
             model,
             dp_optimizer=dp_optimizer,
             learning_rate=0.05,
-            vector_learning_rate=0.2,
             weight_decay=0.01,
         )
         for model in (hf, twin)
@@ -853,16 +850,14 @@ def test_a_group_that_is_added_is_checked_as_the_first_ones_are(make, group, mes
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        create_optimizer(tiny_vit(), learning_rate=0.1, vector_learning_rate=0.1, **settings)
+        create_optimizer(tiny_vit(), learning_rate=0.1, **settings)
 
 
 def test_a_known_noise_level_reaches_only_what_uses_it():
     noise = KnownNoise(1e-3)
 
     def build(**settings):
-        return create_optimizer(
-            tiny_vit(), learning_rate=0.1, vector_learning_rate=0.1, noise=noise, **settings
-        )
+        return create_optimizer(tiny_vit(), learning_rate=0.1, noise=noise, **settings)
 
     assert build(dp_optimizer="adam").noise is None
     assert build(dp_optimizer="adam", correct_for_noise=True).noise is noise

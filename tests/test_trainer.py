@@ -38,6 +38,7 @@ from transformers import (
     AutoModelForImageClassification,
     EarlyStoppingCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -366,6 +367,26 @@ def test_epochs_count_logical_steps(tmp_path):
     trainer.train()
     assert trainer.state.global_step == len(trainer.ledger) == trainer.plan.steps == 2 * 3
     assert trainer.state.epoch == 2.0
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(17, 5), (24, 2), (5, 7)])
+def test_an_epoch_is_an_expected_pass(tmp_path, batch, steps):
+    """In log, state and checkpoint; a pass at q = .71 is 1.4 steps and not one."""
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append((state.epoch, state.num_train_epochs))
+
+    settings = {"logical_batch_size": batch, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(tmp_path, max_steps=steps, callbacks=[Watch()], **settings)
+    trainer.train()
+    passes = [step * batch / 24 for step in range(1, steps + 1)]
+    logged = [entry["epoch"] for entry in trainer.state.log_history]
+    assert logged[:steps] == pytest.approx(passes)
+    assert seen == [(pytest.approx(n), math.ceil(passes[-1])) for n in passes]
+    saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert saved["epoch"] == pytest.approx(passes[1])
 
 
 @pytest.mark.parametrize("more", [{}, {"max_steps": 8}], ids=["finished", "budget spent"])

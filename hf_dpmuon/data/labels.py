@@ -94,11 +94,6 @@ def encode_labels(
     import datasets
 
     if label_columns is not None:
-        if label_column is not None:
-            raise ValueError(
-                f"label_column={label_column!r} and label_columns={quoted(label_columns)} are both "
-                "set; name one column of labels, or several columns of 0 and 1."
-            )
         if not label_columns or len(set(label_columns)) < len(label_columns):
             raise ValueError(
                 f"label_columns=[{quoted(label_columns)}] must name one or more columns, each once."

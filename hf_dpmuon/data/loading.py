@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from tqdm.auto import tqdm
 
-from hf_dpmuon.data.columns import find_image_column, first_rows
+from hf_dpmuon.data.columns import find_image_column, first_rows, quoted
 from hf_dpmuon.data.dicom import ImageKindError, Window
 from hf_dpmuon.data.images import decode, open_rows
 from hf_dpmuon.data.labels import encode_labels, label_notes, refuse_personal_names
@@ -91,7 +91,7 @@ def load_image_dataset(
     label_columns: Sequence[str] | None = None,
     privacy_unit_column: str | None = None,
     privacy_unit_pattern: str | None = None,
-    dicom_window: Window | None = None,
+    dicom_window: Sequence[float] | None = None,
     on_corrupt: Literal["refuse", "drop"] = "refuse",
     public_class_names: bool = False,
 ) -> ImageSplits:
@@ -168,10 +168,16 @@ def load_image_dataset(
             f"label_columns={label_columns!r} must be a list of names of columns, such as "
             "['Edema', 'Fracture']; name a single column of classes with label_column."
         )
+    if label_column is not None and label_columns is not None:
+        raise ValueError(
+            f"label_column={label_column!r} and label_columns={quoted(label_columns)} are both "
+            "set; name one column of labels, or several columns of 0 and 1."
+        )
     if dicom_window is not None and not _is_window(dicom_window):
         raise ValueError(
             f"dicom_window={dicom_window!r} must be a center and a width > 0, two finite numbers."
         )
+    window = None if dicom_window is None else (dicom_window[0], dicom_window[1])
 
     read = read_splits(
         name_or_path, config_name=config_name, revision=revision, image_column=image_column
@@ -198,8 +204,7 @@ def load_image_dataset(
     if roots and not public_class_names:  # those of a data set on the Hub are public
         refuse_personal_names(labels, len(splits[train_split]))
     splits = {
-        name: _with_opened_images(split, image_column, dicom_window)
-        for name, split in splits.items()
+        name: _with_opened_images(split, image_column, window) for name, split in splits.items()
     }
     no_ids = (image_column, labels.column, *(label_columns or ()))
     ids_of = partial(

@@ -1,0 +1,196 @@
+"""Audits that take long: 20 runs of right code, images as canaries, every engine, two processes.
+
+    python benchmarks/bench_audit.py [runs] [images] [engines] [processes] [faults]
+
+Canaries draw nothing from the global generators, so these are not seeded for each row, which is
+most of what a row of a canary costs. Each line is a run: the largest share of its claim that an
+audit showed, and at which delta. Right code that shows more than it claims, or a fault that does
+not, ends the benchmark with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from canary_runs import FAULTS, audited
+from support import Images, arguments, as_loaded, in_processes, tiny_timm_vit
+
+from hf_dpmuon import batches
+from hf_dpmuon.accounting import epsilon_bound
+from hf_dpmuon.auditing import epsilon_lower_bounds
+from hf_dpmuon.trainer import DPTrainer
+
+# The trial of issue 12: claims 2.99 at delta .01 and 1.14 at delta .1 (PRV).
+TRIAL: dict[str, Any] = {"sample_rate": 0.1, "sigma": 0.7, "steps": 20}
+SMALL: dict[str, Any] = {"canaries": 2000, "sample_rate": 0.2, "sigma": 0.7, "steps": 8}
+
+
+def folder() -> Path:
+    """A new one for a run."""
+    return Path(tempfile.mkdtemp()) / "run"
+
+
+def said(name: str, report: dict[str, Any], *, since: float, is_right: bool = True) -> None:
+    """Print what a report says, and end where it is not what it must be."""
+    rows = ", ".join(
+        f"{row['epsilon']:.2f} of {row['claim']:.2f} at delta {row['delta']:.2g}"
+        for row in report["bounds"]
+    )
+    share = max(row["epsilon"] / row["claim"] for row in report["bounds"])
+    seconds = time.process_time() - since
+    print(f"{name:<40} {share:.2f} of the claim: {rows} ({seconds:.0f} s)", flush=True)
+    if report["refuted"] == is_right:
+        raise SystemExit(f"{name}: refuted is {report['refuted']}")
+
+
+def runs() -> None:
+    """20 runs of right code with 10,000 canaries, noise and coins of the operating system."""
+    shares = []
+    for number in range(20):
+        start = time.process_time()
+        report = audited(folder(), canaries=10_000, noise_seed=None, **TRIAL).report()
+        said(f"run {number + 1}", report, since=start)
+        shares.append([row["epsilon"] / row["claim"] for row in report["bounds"]])
+    for row, share in zip(report["bounds"], np.mean(shares, axis=0), strict=True):
+        print(f"mean share of the claim at delta {row['delta']:.2g}: {share:.2f}")
+
+
+def faults() -> None:
+    """Every fault in a run of the trial's size, 4,900 canaries."""
+
+    class Undoing:
+        def __init__(self) -> None:
+            self.before: list[tuple[Any, str, Any]] = []
+
+        def setattr(self, holder: Any, name: str, value: Any) -> None:
+            self.before.append((holder, name, getattr(holder, name)))
+            setattr(holder, name, value)
+
+    for name, plant in {"right code": lambda _: None, **FAULTS}.items():
+        start, undoing = time.process_time(), Undoing()
+        plant(undoing)
+        rows = 2 if "unit" in name else 1
+        report = audited(folder(), canaries=4900, rows_per_unit=rows, **TRIAL).report()
+        for holder, attribute, value in undoing.before:
+            setattr(holder, attribute, value)
+        said(name, report, since=start, is_right=name == "right code")
+
+
+def engines() -> None:
+    """Every engine, clipping rule, compute type and method that changes what is released."""
+    for settings in (
+        *({"grad_sample_mode": mode} for mode in ("bookkeeping", "ghost", "hooks")),
+        *({"clipping": rule} for rule in ("per_layer", "automatic")),
+        {"bf16": True},
+        {"dp_filter": "disk", "disk_gamma": 0.5},
+        {"augmentation_multiplicity": 2},
+        {"per_device_train_batch_size": 7},
+        {"rows_per_unit": 2},
+    ):
+        start = time.process_time()
+        report = audited(folder(), model=tiny_timm_vit(), **{**SMALL, **settings}).report()
+        said(", ".join(f"{k}={v}" for k, v in settings.items()), report, since=start)
+
+
+def processes() -> None:
+    """Two processes, each of which clips and sums its share of a draw."""
+
+    def work(rank: int) -> dict[str, Any]:
+        trainer = audited(place, noise_seed=None, **SMALL)
+        return trainer.report() if rank == 0 else {}
+
+    place, start = folder(), time.process_time()
+    said("two processes", in_processes(2, work)[0], since=start)
+
+
+class Marked(Images):
+    """Random images, of which some are canaries by a coin: else a blank one is in their place."""
+
+    def __init__(self, size: int, is_there: np.ndarray) -> None:
+        super().__init__(size)
+        self.pixels[~torch.from_numpy(is_there)] = torch.nan  # weighs nothing
+
+
+class Kept(DPTrainer):
+    """Keeps the releases whole."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As in the base class."""
+        loss = super().training_step(*args, **kwargs)
+        self.kept.append(torch.cat([g.flatten() for g in self.private_gradients.values()]))
+        return loss
+
+
+def images() -> None:
+    """Random images as canaries of a small ViT: scores are products with their own gradients.
+
+    The canaries share all coordinates, so the tests are not independent, as in Steinke et al.'s
+    own experiments with images, and the bound counts them as if they were.
+    """
+    size, sigma, steps = 600, 0.3, 8
+    start = time.process_time()
+    is_there = np.random.default_rng(0).random(size) < 0.5
+    model = tiny_timm_vit()
+    first = {n: p.detach().clone() for n, p in model.named_parameters()}
+    data = Marked(size, is_there)
+    trainer = Kept(
+        as_loaded(model),
+        arguments(
+            folder(),
+            noise_multiplier=sigma,
+            logical_batch_size=size // 10,
+            max_steps=steps,
+            per_device_train_batch_size=64,
+            accountant="prv",
+            dp_optimizer="sgd",
+            learning_rate=1e-9,  # so that gradients at the first weights are those of each step
+            logging_steps=1000,
+        ),
+        train_dataset=data,
+    )
+    trainer.kept = []
+    trainer.train()
+    whole = Images(size)
+    model.load_state_dict(first, strict=False)
+    directions = []
+    for row in range(size):
+        model.zero_grad()
+        logits = model(whole.pixels[row][None])
+        torch.nn.functional.cross_entropy(logits, whole.labels[row][None]).backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        directions.append(gradient / gradient.norm())
+    seen = torch.stack(trainer.kept) @ torch.stack(directions).T  # (T, n)
+    deltas = [0.01, 0.1]
+    bounds = epsilon_lower_bounds(
+        {"max": seen.amax(0), "sum": seen.sum(0)}, is_there, deltas=deltas
+    )
+    ledger = trainer.privacy_run.ledger
+    assert ledger is not None
+    rows = [
+        {
+            "delta": b.delta,
+            "epsilon": b.epsilon,
+            "claim": epsilon_bound(ledger.accounted, delta=b.delta, accountant="prv").epsilon,
+        }
+        for b in bounds
+    ]
+    refuted = any(row["epsilon"] > row["claim"] for row in rows)
+    said("images of a small ViT", {"bounds": rows, "refuted": refuted}, since=start)
+
+
+if __name__ == "__main__":
+    batches.seeded_globals = lambda *_, **__: contextlib.nullcontext()
+    known = (runs, images, engines, processes, faults)
+    for part in known:
+        if len(sys.argv) == 1 or part.__name__ in sys.argv[1:]:
+            part()
