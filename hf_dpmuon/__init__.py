@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_dpmuon.accounting import SampledGaussian, compute_epsilon
+    from hf_dpmuon.advice import Advice, advise
     from hf_dpmuon.arguments import DataArguments, DPTrainingArguments, ModelArguments
     from hf_dpmuon.data import (
         ImageExamples,
@@ -65,6 +66,7 @@ _ROOMS = {
     "group_privacy": ("group_epsilon",),
     "membership": ("membership_tpr",),
     "plan": ("Budget", "PrivacyPlan", "calibrate_noise_multiplier", "num_steps"),
+    "advice": ("Advice", "advise"),
     "arguments": ("DPTrainingArguments", "DataArguments", "ModelArguments"),
     "data": ("ImageExamples", "build_transforms", "class_weights", "load_image_dataset"),
     "known_noise": ("KnownNoise", "signal_to_noise"),
@@ -102,6 +104,7 @@ _ROOMS = {
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
+    "Advice",
     "BookKeepingGradSampleModule",
     "Budget",
     "DPAdam",
@@ -128,6 +131,7 @@ __all__ = [
     "PrivacyPlan",
     "PrivacyUnits",
     "SampledGaussian",
+    "advise",
     "build_metrics",
     "build_model_card",
     "build_transforms",

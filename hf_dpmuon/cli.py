@@ -1,4 +1,4 @@
-"""The command ``hf-dpmuon``: plan a privacy budget, check what a run spent, rebuild its card.
+"""The command ``hf-dpmuon``: plan a budget, advise on a run, check one, rebuild its card.
 
 Receives command lines; prints text, or JSON with ``--json``, and writes the files it is told to.
 
@@ -107,6 +107,33 @@ def _parser() -> argparse.ArgumentParser:
     budget.add_argument("--plot", type=Path, metavar="PNG", help="picture of the table")
     budget.set_defaults(command=_budget)
 
+    advice = commands.add_parser(
+        "advise",
+        help="method, batch, epochs and engine for a model",
+        description="Compare batch sizes for a model and a number of units at an epsilon, and "
+        "recommend a run. The model is tried on rows of noise; no data is read.",
+    )
+    advice.add_argument("--model", required=True, metavar="NAME", help="as model_name_or_path")
+    advice.add_argument(
+        "--num_units", "--units", type=int, required=True, metavar="N", help="privacy units"
+    )
+    advice.add_argument(
+        "--epsilon",
+        "--target-epsilon",
+        type=float,
+        required=True,
+        metavar="E",
+        help="what the run may cost",
+    )
+    advice.add_argument("--delta", type=float, metavar="D", help="delta (1 / (10 N))")
+    advice.add_argument("--epochs", type=float, metavar="X", help="passes over the data")
+    advice.add_argument("--classes", type=int, default=10, metavar="K", help="of the data (10)")
+    advice.add_argument(
+        "--physical_batch_size", type=int, default=32, metavar="P", help="rows in memory (32)"
+    )
+    advice.add_argument("--plot", type=Path, metavar="PNG", help="picture of the table")
+    advice.set_defaults(command=_advise)
+
     inspect = commands.add_parser(
         "inspect",
         help="the report of a run, verified against its ledger",
@@ -143,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     audit.set_defaults(command=_audit)
     for command in (inspect, card):
         command.add_argument("path", type=Path, metavar="PATH", help="a folder, or a ledger file")
-    for command in (budget, inspect, card, audit):
+    for command in (budget, advice, inspect, card, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -249,6 +276,62 @@ def _unlike(rows: Sequence[Mapping[str, Any]], epochs: float) -> list[str]:
         f"Rows are not all alike: an epoch is a whole number of steps, so that --epochs {epochs:g} "
         f"are {', '.join(others)}; give --steps to compare otherwise.",
         width=100,
+    )
+
+
+# Advice
+
+
+def _advise(options: argparse.Namespace) -> str:
+    from hf_dpmuon.advice import advise
+    from hf_dpmuon.figures import draw_budgets
+
+    advice = advise(
+        options.model,
+        num_units=options.num_units,
+        target_epsilon=options.epsilon,
+        delta=options.delta,
+        num_epochs=options.epochs,
+        num_classes=options.classes,
+        physical_batch_size=options.physical_batch_size,
+    )
+    values = advice.to_dict()
+    rows = values["choices"]
+    if options.plot is not None and not draw_budgets(
+        rows, "threshold", path=options.plot, joined=True
+    ):
+        raise ValueError(
+            "--plot needs matplotlib, which must be installed: pip install 'hf-dpmuon[plots]'."
+        )
+    if options.json:
+        return _json(values)
+    memory = ", ".join(f"{name} {size:.2g} GB" for name, size in advice.gigabytes.items())
+    best = advice.logical_batch_size
+    largest = next(c for c in advice.choices if c.logical_batch_size == best).thresholds
+    return "\n".join(
+        [
+            f"{'batch':>8} {'steps':>8} {'epochs':>8} {'sigma':>9} {'noise':>9} {'detected':>9} "
+            f"{'hours':>8}",
+            *(
+                f"{'*' if row['logical_batch_size'] == best else ' '}"
+                f"{row['logical_batch_size']:>7} {row['steps']:>8} {row['epochs']:>8.4g} "
+                f"{row['sigma']:>9.6g} {row['noise_per_unit']:>9.3g} {row['threshold']:>9.3g} "
+                f"{row['hours']:>8.3g}"
+                for row in rows
+            ),
+            "",
+            "noise: its standard deviation in the mean gradient, in units of the clipping bound C.",
+            "detected: from which singular value on a direction stands clear of it in DP-Muon's",
+            f"momentum, median over the matrices; if all gradients agreed, {advice.strongest:.2g}.",
+            "by shape at *: " + ", ".join(f"{name} {x:.3g}" for name, x in largest.items()),
+            f"memory of {options.physical_batch_size} rows: {memory}",
+            "",
+            *textwrap.wrap(
+                f"--dp_optimizer {advice.method} --logical_batch_size {best} --num_train_epochs "
+                f"{advice.epochs:.4g} --grad_sample_mode {advice.engine}: {advice.reason}",
+                width=100,
+            ),
+        ]
     )
 
 

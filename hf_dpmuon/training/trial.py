@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ __all__ = ["Trial", "build_engine"]
 logger = logging.getLogger(__name__)
 
 MOST_ROWS_TRIED = 256  # when a loss is verified
+MOST_ROWS_TIMED = 8
 # On top of what grad_sample_mode="auto" measures, since kernels take storage of their own.
 MEMORY_MARGIN = 1.2
 # Sums, noise, gradients, and two of the optimizer, each as large as all trainable parameters.
@@ -112,32 +114,45 @@ class Trial:
         all units the space of the largest. No batch has more rows than a physical one may have.
         """
         fewest, most = self.rows_of_unit
-        sums = {name: torch.zeros_like(p) for name, p in engine._module.named_parameters()}
-
-        def step(small_units: int) -> None:
-            rows_per_unit = torch.tensor([most] + [fewest] * small_units)
-            size = int(rows_per_unit.sum())
-            batch = self.batch(self._rows(([0, 1] * size)[:size]))
-            if most > 1:
-                units = torch.arange(small_units + 1).repeat_interleave(rows_per_unit)
-                units = units.to(batch["labels"].device)
-                engine.set_units(units, small_units + 1, reduction="mean")
-            with self.autocast():
-                loss = self.loss(engine, batch)
-            (loss * (size * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
-            norms = engine.per_unit_norms()
-            engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
-            engine.discard()
-
         small_units = max(0, (self.physical_batch_size - most) // fewest)
         counts = (1, 3, 5) if small_units > 5 else (small_units,)
+        sums = _sums_of(engine)
         with torch.random.fork_rng():  # dropout
-            peaks = [peak_bytes(partial(step, count)) for count in counts]
+            peaks = [peak_bytes(partial(self._step, engine, sums, count)) for count in counts]
         curve = np.polyfit(counts, peaks, len(counts) - 1)
         if len(counts) > 1:
             curve[0] = max(curve[0], 0.0)
         lasting = LASTING_COPIES * sum(total.nbytes for total in sums.values())
         return int(MEMORY_MARGIN * np.polyval(curve, small_units)) + lasting
+
+    def seconds_of_a_row(self, engine: PerSampleEngine) -> float:
+        """Measure the second of two small batches; the first one warms up."""
+        small_units = min(MOST_ROWS_TIMED, self.physical_batch_size) - 1
+        sums = _sums_of(engine)
+        with torch.random.fork_rng():  # dropout
+            self._step(engine, sums, small_units)
+            float(next(iter(sums.values())).sum())  # waits for the device
+            start = time.perf_counter()
+            self._step(engine, sums, small_units)
+            float(next(iter(sums.values())).sum())
+        return (time.perf_counter() - start) / (small_units + 1)
+
+    def _step(self, engine: PerSampleEngine, sums: dict[str, Tensor], small_units: int) -> None:
+        """One physical batch of a unit of most rows and others of fewest."""
+        fewest, most = self.rows_of_unit
+        rows_per_unit = torch.tensor([most] + [fewest] * small_units)
+        size = int(rows_per_unit.sum())
+        batch = self.batch(self._rows(([0, 1] * size)[:size]))
+        if most > 1:
+            units = torch.arange(small_units + 1).repeat_interleave(rows_per_unit)
+            units = units.to(batch["labels"].device)
+            engine.set_units(units, small_units + 1, reduction="mean")
+        with self.autocast():
+            loss = self.loss(engine, batch)
+        (loss * (size * self.loss_scale)).backward()  # type: ignore[no-untyped-call]
+        norms = engine.per_unit_norms()
+        engine.add_weighted_sum({n: torch.ones_like(u) for n, u in norms.items()}, into=sums)
+        engine.discard()
 
     def _rows(self, labels: Sequence[int]) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -173,6 +188,10 @@ def build_engine(
     engine = ENGINES[mode](model, passes=passes)
     trial.verify(engine)
     return engine
+
+
+def _sums_of(engine: PerSampleEngine) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) for name, p in engine._module.named_parameters()}
 
 
 def _random_row_like(
