@@ -156,15 +156,18 @@ def main(words: list[str]) -> int:
     survivors = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        for part in ("hf_dpmuon", "tests", "scripts", "configs", "docs", "benchmarks"):
-            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "Makefile"):
-            shutil.copy(ROOT / name, copy / name)
+        left_out = shutil.ignore_patterns("__pycache__", ".*", "outputs", "*.egg-info")
+        shutil.copytree(ROOT, copy, ignore=left_out)
+        sound: dict[str, bool] = {}
         for mutant in chosen:
             path = copy / "hf_dpmuon" / f"{mutant.file}.py"
             text = path.read_text()
+            if mutant.tests not in sound:
+                sound[mutant.tests] = not _is_noticed(copy, mutant.tests.split())
             if text.count(mutant.old) != 1:
                 verdict = f"STALE ({text.count(mutant.old)} places)"
+            elif not sound[mutant.tests]:
+                verdict = "TESTS FAIL WITHOUT IT"
             else:
                 path.write_text(text.replace(mutant.old, mutant.new))
                 verdict = "killed" if _is_noticed(copy, mutant.tests.split()) else "SURVIVED"
