@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         privacy_report,
         read_report,
     )
-    from hf_dpmuon.models import load_model, parameter_roles, save_model, validate_model
+    from hf_dpmuon.models import load_model, save_model
     from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
     from hf_dpmuon.plan import Budget, PrivacyPlan, calibrate_noise_multiplier, num_steps
     from hf_dpmuon.random_matrix import (
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         recovery_batch_size,
         shrink_singular_values,
     )
+    from hf_dpmuon.roles import parameter_roles
     from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader, PoissonSampler
     from hf_dpmuon.spectral import (
         newton_schulz,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from hf_dpmuon.trainer import DPTrainer
     from hf_dpmuon.units import PrivacyUnits
+    from hf_dpmuon.validation import validate_model
 
 _ROOMS = {
     "accounting": ("SampledGaussian", "compute_epsilon"),
@@ -80,7 +82,9 @@ _ROOMS = {
     "mechanism": ("GaussianMechanism",),
     "metrics": ("build_metrics", "plot_confusion"),
     "model_card": ("build_model_card", "plot_epsilon", "privacy_report", "read_report"),
-    "models": ("load_model", "parameter_roles", "save_model", "validate_model"),
+    "models": ("load_model", "save_model"),
+    "roles": ("parameter_roles",),
+    "validation": ("validate_model",),
     "optim": ("DPAdam", "DPMuon", "DPMuonS", "DPSGD"),
     "sampling": ("LogicalBatch", "LogicalBatchLoader", "PoissonSampler"),
     "units": ("PrivacyUnits",),

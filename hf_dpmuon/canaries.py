@@ -97,7 +97,7 @@ class AuditTrainer(DPTrainer):
                 model=_WithCanaries(model.model, self._layer),
                 library="timm",  # its output are the logits
                 processor=None,
-                report_file=None,
+                source="",
             ),
             args,
             train_dataset=ConcatDataset([train_dataset, added]),

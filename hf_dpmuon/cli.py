@@ -355,7 +355,7 @@ def _inspect(options: argparse.Namespace) -> str:
         )
     values = report.to_dict()
     mechanisms, versions = values.pop("mechanisms"), values.pop("versions")
-    del values["weights"]
+    del values["weights"], values["earlier"]
     sharper, looser, fpr = (
         values.pop(f"{name}membership_{rate}")
         for name, rate in (("sharper_", "tpr"), ("", "tpr"), ("", "fpr"))
@@ -382,6 +382,12 @@ def _inspect(options: argparse.Namespace) -> str:
             f"{facts.num_units}, delta {facts.delta}, {facts.accountant}, {draws} draws"
             + ("" if facts.guarantee else ", NO GUARANTEE")
             for number, (facts, draws) in enumerate(runs, start=1)
+        ),
+        *(
+            f"{'earlier training':<26} epsilon {e.epsilon}, delta {e.delta}, {e.privacy_unit}, N "
+            f"{e.num_units}, {e.steps} draws, {'counted' if e.counted else 'NOT COUNTED'}"
+            + ("" if e.guarantee else ", NO GUARANTEE")
+            for e in report.earlier
         ),
         f"{'versions':<26} {', '.join(f'{name} {v}' for name, v in versions.items())}",
     ]
@@ -534,6 +540,7 @@ def _public_facts(folder: Path) -> dict[str, Any]:
         "license": next(iter(_texts(metadata.get("license"))), None),
         "model_name": next(iter(_texts(metadata.get("model_name"))), None),
         "multi_label": config.get("problem_type") == "multi_label_classification",
+        "architecture": next(iter(_texts(config.get("architecture"))), None),
         "num_channels": 1 if config.get("num_channels") == 1 else 3,
     }
 

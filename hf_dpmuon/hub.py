@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,12 +28,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 
 from hf_dpmuon.public_files import public_files
 
-__all__ = [
-    "PublicRepositoryError",
-    "Repository",
-    "prepare_repository",
-    "push_folder",
-]
+__all__ = ["PublicRepositoryError", "prepare_repository", "push_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,40 +40,6 @@ T = TypeVar("T")
 
 class PublicRepositoryError(ValueError):
     """The repository is public, and nobody said that it may be."""
-
-
-@dataclass(frozen=True)
-class Repository:
-    """Where a run pushes to, and under which conditions.
-
-    Attributes:
-        name: As in ``prepare_repository``.
-        private: Whether it must be.
-        token: Of the Hub.
-        revision: Branch.
-    """
-
-    name: str
-    private: bool
-    token: str | None
-    revision: str | None
-
-    def prepare(self) -> str:
-        """See ``prepare_repository``."""
-        return prepare_repository(
-            self.name, private=self.private, token=self.token, revision=self.revision
-        )
-
-    def push(self, folder: str | Path, message: str) -> CommitInfo:
-        """See ``push_folder``."""
-        return push_folder(
-            folder,
-            self.name,
-            private=self.private,
-            token=self.token,
-            revision=self.revision,
-            message=message,
-        )
 
 
 def prepare_repository(
@@ -151,11 +112,8 @@ def push_folder(
         return api.create_commit(repository, files, commit_message=message, revision=revision)
 
     pushed = _ask(commit, repository, folder=Path(folder))
-    _ask(
-        lambda: _check_visibility(api, repository, private=private, pushed=True),
-        repository,
-        folder=Path(folder),
-    )
+    check = partial(_check_visibility, api, repository, private=private, pushed=True)
+    _ask(check, repository, folder=Path(folder))
     logger.info("Pushed %d files to %s.", len(files), repository)
     return pushed
 

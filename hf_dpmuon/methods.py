@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hf_dpmuon.default_rates import Course
 from hf_dpmuon.filters import GradientFilter, KalmanFilter, LowPassFilter
 from hf_dpmuon.known_noise import KnownNoise, heavy_ball
-from hf_dpmuon.models import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.optim import DPSGD, DPAdam, DPMuon, DPMuonS
 from hf_dpmuon.options import (
     Filter,
@@ -26,6 +25,7 @@ from hf_dpmuon.options import (
     SpectralMap,
     check_choices,
 )
+from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
 from hf_dpmuon.spectral import NOISE_AWARE_MAPS, Triple, coefficient_table
 
 __all__ = ["Method", "create_optimizer", "matrices_of", "matrix_shapes", "routing_table"]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 __all__ = [
+    "EarlierTraining",
     "PrivacyReport",
     "build_model_card",
     "card_states",
@@ -65,10 +66,33 @@ MEMBERSHIP_FPR = 0.01
 PROTECTING_TPR = 0.9999  # from here on, the bound on membership is 1 up to rounding
 CURVE_POINTS = {"rdp": 100, "prv": 20}  # a PRV bound takes a tenth of a second
 
-LIBRARIES = ("transformers", "timm", "hf_dpmuon")
+LIBRARIES = ("transformers", "timm")
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 STATED = "-differentially private for each "
 BREAK = "<!-- -->"  # what Markdown shows as nothing, and links stop at
+
+
+@dataclass(frozen=True)
+class EarlierTraining:
+    """A private training of the model that this one started from, as its report states it.
+
+    Attributes:
+        epsilon: Of all its draws.
+        delta: Probability mass that epsilon leaves out.
+        privacy_unit: What one guarantee protects.
+        num_units: N of its data.
+        steps: Number of its noise draws.
+        guarantee: Whether its numbers are a guarantee.
+        counted: Whether its draws are in the ledger of the report that names it.
+    """
+
+    epsilon: float
+    delta: float
+    privacy_unit: str
+    num_units: int
+    steps: int
+    guarantee: bool
+    counted: bool
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,7 @@ class PrivacyReport:
             a finite epsilon.
         versions: Of the software that made them.
         weights: SHA-256 of each file of weights that the report belongs to, by name.
+        earlier: Private trainings before this one, where it started from a model of such.
     """
 
     epsilon: float
@@ -131,6 +156,7 @@ class PrivacyReport:
     guarantee: bool
     versions: dict[str, str]
     weights: dict[str, str] = field(default_factory=dict)
+    earlier: list[EarlierTraining] = field(default_factory=list)
 
     @property
     def protects(self) -> bool:
@@ -139,7 +165,26 @@ class PrivacyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values; an infinite epsilon is the string "inf"."""
-        return {name: "inf" if v == math.inf else v for name, v in asdict(self).items()}
+        values: dict[str, Any] = _replaced(asdict(self), math.inf, "inf")
+        return values
+
+    def as_earlier(self, *, counted: bool) -> list[EarlierTraining]:
+        """What the report of a training that started from this model names.
+
+        Args:
+            counted: Whether that training goes on with this one's ledger. If not, this report
+                speaks for those whose draws it counts.
+        """
+        own = EarlierTraining(
+            self.epsilon,
+            self.delta,
+            self.privacy_unit,
+            self.num_units,
+            self.steps,
+            self.guarantee,
+            counted,
+        )
+        return [*(entry for entry in self.earlier if counted or not entry.counted), own]
 
 
 # What a field of the report may be in JSON, by its annotation.
@@ -153,17 +198,22 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
     "str | None": (str, type(None)),
     "list[dict[str, Any]]": (list,),
     "dict[str, str]": (dict,),
+    "list[EarlierTraining]": (list,),
 }
 
 
 def privacy_report(
-    ledger: PrivacyLedger, *, weights: Mapping[str, str] | None = None
+    ledger: PrivacyLedger,
+    *,
+    weights: Mapping[str, str] | None = None,
+    earlier: Sequence[EarlierTraining] = (),
 ) -> PrivacyReport:
     """Summarise a ledger.
 
     Args:
         ledger: Of the run that trained the model.
         weights: From ``hash_weights``, where the model is saved; without them it is not pushed.
+        earlier: From ``PrivacyReport.as_earlier`` of the model that training started from.
 
     Raises:
         ValueError: If the ledger holds no noise draw.
@@ -206,6 +256,7 @@ def privacy_report(
             **{package: version(package) for package in PACKAGES},
         },
         weights=dict(weights or {}),
+        earlier=list(earlier),
     )
 
 
@@ -231,8 +282,8 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
     text = Path(path).read_bytes()
     try:
         values = json.loads(text, object_pairs_hook=_once)
-        values = {name: math.inf if v == "inf" else v for name, v in values.items()}
-        values.setdefault("weights", {})
+        values = {"weights": {}, "earlier": [], **_replaced(values, "inf", math.inf)}
+        values["earlier"] = [EarlierTraining(**entry) for entry in values["earlier"]]
         unlike = set(values) ^ {entry.name for entry in fields(PrivacyReport)}
         if unlike:
             raise ValueError(f"{min(unlike)} is missing or unknown")
@@ -243,17 +294,30 @@ def read_report(path: str | os.PathLike[str]) -> PrivacyReport:
         raise ValueError(
             f"path={os.fspath(path)} is not a privacy report of this version ({error})."
         ) from error
-    for entry in fields(report):
-        value = values[entry.name]
+    _check_types(report, Path(path))
+    for entry in report.earlier:
+        _check_types(entry, Path(path))
+    return report
+
+
+def _check_types(stated: PrivacyReport | EarlierTraining, path: Path) -> None:
+    for entry in fields(stated):
+        value = vars(stated)[entry.name]
         types = JSON_TYPES[str(entry.type)]
         is_wrong_bool = isinstance(value, bool) and bool not in types
         is_nan = isinstance(value, float) and math.isnan(value)
         is_no_text = isinstance(value, dict) and not all(isinstance(v, str) for v in value.values())
         if not isinstance(value, types) or is_wrong_bool or is_nan or is_no_text:
-            raise ValueError(
-                f"{entry.name}={value!r} in {os.fspath(path)} must be of type {entry.type}."
-            )
-    return report
+            raise ValueError(f"{entry.name}={value!r} in {path} must be of type {entry.type}.")
+
+
+def _replaced(value: Any, old: Any, new: Any) -> Any:
+    """The value with ``new`` for ``old`` at any depth."""
+    if isinstance(value, dict):
+        return {name: _replaced(item, old, new) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, old, new) for item in value]
+    return new if value == old else value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -269,7 +333,7 @@ def verify_report(report: PrivacyReport, ledger: PrivacyLedger) -> PrivacyReport
     Raises:
         ValueError: If they differ in more than software versions; the first difference is named.
     """
-    recomputed = privacy_report(ledger, weights=report.weights)
+    recomputed = privacy_report(ledger, weights=report.weights, earlier=report.earlier)
     stated = asdict(report)
     for name, value in asdict(recomputed).items():
         same = (
@@ -348,8 +412,7 @@ def build_model_card(
     metrics_public: bool = False,
     has_plot: bool = False,
     num_channels: int = 3,
-    earlier: PrivacyReport | None = None,
-    is_composed: bool = False,
+    architecture: str | None = None,
 ) -> str:
     """Write the card of a privately fine-tuned classifier.
 
@@ -360,21 +423,20 @@ def build_model_card(
         label_names: The classes.
         recipe: Public training settings, without seeds.
         metrics: Evaluation metrics; what is not finite is left out.
-        library: ``"transformers"``, ``"timm"`` or ``"hf_dpmuon"``: which one loads the model.
+        library: ``"transformers"`` or ``"timm"``: which one loads the model.
         license: The Hub's name of the model's licence; None leaves it to be stated.
         model_name: Title of the card.
         multi_label: Whether an image may have several labels.
         metrics_public: Whether the evaluation data is public, so that metrics reveal nothing.
         has_plot: Whether ``epsilon.png`` lies beside the card.
         num_channels: Number of channels of the model's images: 1 for greyscale.
-        earlier: The report that came with the model that training started from.
-        is_composed: Whether the draws of that report are in this ledger too.
+        architecture: What timm calls it.
 
     Returns:
         Markdown with the Hub's metadata block.
 
     Raises:
-        ValueError: If ``library`` is none of the three.
+        ValueError: If ``library`` is neither of the two.
     """
     if library not in LIBRARIES:
         raise ValueError(f"library={library!r} must be one of {', '.join(LIBRARIES)}.")
@@ -403,8 +465,7 @@ def build_model_card(
         metrics_public=metrics_public,
         has_plot=has_plot,
         num_channels=num_channels,
-        earlier=earlier,
-        is_composed=is_composed,
+        is_ours=(architecture or "").startswith("hf_dpmuon_"),
         date=datetime.now(timezone.utc).date(),
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{_without_empty_lines(text)}\n"

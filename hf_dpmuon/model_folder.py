@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import SchedulerType
@@ -26,8 +32,9 @@ from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.files import write_json, write_whole
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger
 from hf_dpmuon.methods import FILTER_NAMES
-from hf_dpmuon.models import LoadedModel, save_model, ties_written_out, validate_model
+from hf_dpmuon.models import LoadedModel, save_model, ties_written_out
 from hf_dpmuon.rounding import round_up_fixed
+from hf_dpmuon.validation import validate_model
 
 __all__ = ["ModelFolder", "public_name", "recipe_of"]
 
@@ -39,6 +46,54 @@ SETTINGS = ("momentum", "betas", "eps", "weight_decay")  # of an optimizer, if t
 PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The private training that a model comes from, as its folder or repository states it.
+
+    Attributes:
+        report: That came with the model.
+        ledger: Beside it, where it is still there.
+        is_this_run: Whether the model is a checkpoint of the run that now goes on.
+    """
+
+    report: model_card.PrivacyReport
+    ledger: PrivacyLedger | None
+    is_this_run: bool
+
+    @classmethod
+    def read(cls, file: Path, output_dir: Path) -> Origin:
+        """Read a report and its ledger, and say what they state.
+
+        Raises:
+            ValueError: If the report cannot be read, or its ledger contradicts it.
+        """
+        report = model_card.read_report(file)
+        # A run whose folder holds a ledger goes on with that, or is refused.
+        own = output_dir.resolve()
+        is_own = file.parent.resolve() in {own, *own.glob("checkpoint-*")}
+        if is_own and (own / LEDGER_FILE).is_file():
+            return cls(report, None, True)
+        path = file.with_name(LEDGER_FILE)
+        ledger = PrivacyLedger.load(path) if path.is_file() else None
+        if ledger is not None:
+            model_card.verify_report(report, ledger)
+        logger.warning(
+            "The model was trained privately before: epsilon=%s for each %s of %d. The card will "
+            "say so; where data is the same, the epsilons add up.",
+            round_up_fixed(report.epsilon),
+            report.privacy_unit,
+            report.num_units,
+        )
+        return cls(report, ledger, False)
+
+    def named(self, ledger: PrivacyLedger) -> list[model_card.EarlierTraining]:
+        """What the report of the run with this ledger names of it."""
+        if self.is_this_run:
+            return self.report.earlier
+        is_counted = self.ledger is not None and ledger.extends(self.ledger)
+        return self.report.as_earlier(counted=is_counted)
+
+
 @dataclass
 class ModelFolder:
     """Writes a model's folder.
@@ -47,13 +102,13 @@ class ModelFolder:
         model: As it is saved.
         processor: Beside a plain ``PreTrainedModel``.
         facts: Of the card that do not change in training; see ``build_model_card``.
-        earlier_ledger: Beside the report that came with the model, where it is still there.
+        origin: The private training that the model comes from.
     """
 
     model: LoadedModel | PreTrainedModel
     processor: Any
     facts: dict[str, Any]
-    earlier_ledger: PrivacyLedger | None = None
+    origin: Origin | None = None
 
     @classmethod
     def of(
@@ -76,15 +131,16 @@ class ModelFolder:
             ValueError: If nobody knows how such a model is saved, or it came with a report that
                 cannot be read, or that its ledger contradicts.
         """
+        architecture = None
         if isinstance(model, LoadedModel):
             model = replace(model, model=unwrapped(model.model))
             processor, library = model.processor, model.library
-            report_file = model.report_file
+            report_file = _report_of(model.source, model.revision)
             label_names, multi_label = model.label_names, model.multi_label
+            architecture = vars(model.model).get("pretrained_cfg", {}).get("architecture")
         elif isinstance(inner := unwrapped(model), PreTrainedModel):
             model, library = inner, "transformers"
-            beside = Path(model.name_or_path or os.devnull) / model_card.REPORT_FILE
-            report_file = beside if beside.is_file() else None
+            report_file = _report_of(model.name_or_path)
             label_names = tuple(str(name) for name in (model.config.id2label or {}).values())
             if model.config.problem_type is None and several_labels:
                 model.config.problem_type = "multi_label_classification"
@@ -95,23 +151,9 @@ class ModelFolder:
                 f"model of type {type(model).__name__} is not known how to be saved; load it with "
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
-        earlier = None if report_file is None else model_card.read_report(report_file)
-        earlier_ledger = None
-        if earlier is not None and report_file is not None:
-            path = report_file.with_name(LEDGER_FILE)
-            earlier_ledger = PrivacyLedger.load(path) if path.is_file() else None
-            if earlier_ledger is not None:
-                model_card.verify_report(earlier, earlier_ledger)
-        if earlier is not None:
-            logger.warning(
-                "The model was trained privately before: epsilon=%s for each %s of %d. The card "
-                "will say so; where data is the same, the epsilons add up.",
-                round_up_fixed(earlier.epsilon),
-                earlier.privacy_unit,
-                earlier.num_units,
-            )
+        assert args.output_dir is not None
+        origin = None if report_file is None else Origin.read(report_file, Path(args.output_dir))
         facts = {
-            "earlier": earlier,
             "base_model": public_name(base_model),
             "dataset": public_name(dataset_name),
             "label_names": label_names,
@@ -120,8 +162,9 @@ class ModelFolder:
             "multi_label": multi_label,
             "metrics_public": args.public_eval_split,
             "num_channels": num_channels,
+            "architecture": architecture,
         }
-        return cls(model, processor, facts, earlier_ledger)
+        return cls(model, processor, facts, origin)
 
     @property
     def module(self) -> nn.Module:
@@ -150,7 +193,7 @@ class ModelFolder:
                     self.processor.save_pretrained(staging)
             if ledger is not None and len(ledger) > 0:
                 weights = model_card.hash_weights(staging)
-                report = model_card.privacy_report(ledger, weights=weights)
+                report = self.report(ledger, weights=weights)
                 write_json(staging / model_card.REPORT_FILE, report.to_dict())
                 self.write_card(staging, ledger, report, **now)
             stale = {*folder.glob("model-?????-of-?????.safetensors")}
@@ -160,6 +203,13 @@ class ModelFolder:
                 stale.discard(folder / path.name)
             for path in stale:  # weights of a model that was saved here before, in other shards
                 path.unlink(missing_ok=True)
+
+    def report(
+        self, ledger: PrivacyLedger, *, weights: dict[str, str] | None = None
+    ) -> model_card.PrivacyReport:
+        """What the ledger supports, and the report that came with the model."""
+        earlier = [] if self.origin is None else self.origin.named(ledger)
+        return model_card.privacy_report(ledger, weights=weights, earlier=earlier)
 
     def write_card(
         self,
@@ -173,11 +223,24 @@ class ModelFolder:
         """Write the card, and where it is asked for the plot of epsilon that it shows."""
         plot = folder / model_card.PLOT_FILE
         has_plot = with_plot and model_card.plot_epsilon(ledger, plot)
-        is_composed = self.earlier_ledger is not None and ledger.extends(self.earlier_ledger)
-        card = model_card.build_model_card(
-            report, has_plot=has_plot, is_composed=is_composed, **self.facts, **now
-        )
+        card = model_card.build_model_card(report, has_plot=has_plot, **self.facts, **now)
         write_whole(folder / model_card.CARD_FILE, card.encode())
+
+
+def _report_of(name: str | None, revision: str | None = None) -> Path | None:
+    """Find what a private training of a model stated, in its folder or on the Hub."""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        path = Path(name) / model_card.REPORT_FILE
+        return path if path.is_file() else None
+    name = name.removeprefix("timm/")
+    if name.count("/") != 1:
+        return None  # a model of this package or of timm, trained on public data
+    try:
+        return Path(hf_hub_download(name, model_card.REPORT_FILE, revision=revision))
+    except (EntryNotFoundError, HFValidationError, RepositoryNotFoundError):
+        return None
 
 
 def public_name(name: str | None) -> str | None:

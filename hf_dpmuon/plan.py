@@ -107,11 +107,16 @@ class Budget:
                 "or both must be set, and both only without the length (steps or epochs)."
             )
 
-    def plan(self, num_units: int) -> PrivacyPlan:
+    def plan(self, num_units: int, *, spent: Sequence[SampledGaussian] = ()) -> PrivacyPlan:
         """Return the plan for N privacy units, with the third of the three.
 
+        Args:
+            num_units: N >= 1.
+            spent: Draws on the same units before, which count towards ``target_epsilon``.
+
         Raises:
-            ValueError: N does not go with the batch size or delta, or the two do not go together.
+            ValueError: N does not go with the batch size or delta, the two do not go together, or
+                the target is spent already.
         """
         if num_units < 1:
             raise ValueError(f"num_units={num_units} must be >= 1.")
@@ -132,6 +137,13 @@ class Budget:
             )
         sample_rate = batch_size / num_units
         epsilon, sigma, steps = self.target_epsilon, self.noise_multiplier, self.max_steps
+        if epsilon is not None and spent:
+            before = epsilon_bound(spent, delta=delta, accountant=self.accountant).epsilon
+            if before >= epsilon:
+                raise ValueError(
+                    f"target_epsilon={epsilon} must be above {round_up(before)}, which the "
+                    "training that the model started from has spent on the same units already."
+                )
         if steps is None and epochs is not None:
             steps = num_steps(num_epochs=epochs, sample_rate=sample_rate)
         if steps is None and (epsilon is None or sigma is None):
@@ -139,7 +151,7 @@ class Budget:
         if steps is None:
             assert epsilon is not None
             assert sigma is not None
-            steps = _longest(sigma, sample_rate, epsilon, delta, self.accountant)
+            steps = _longest(sigma, sample_rate, epsilon, delta, self.accountant, spent)
         if sigma is None:
             assert epsilon is not None
             sigma = calibrate_noise_multiplier(
@@ -148,6 +160,7 @@ class Budget:
                 sample_rate=sample_rate,
                 steps=steps,
                 accountant=self.accountant,
+                spent=spent,
             )
         return PrivacyPlan(num_units, sample_rate, steps, delta, sigma, self.accountant)
 
@@ -204,6 +217,7 @@ def calibrate_noise_multiplier(
     sample_rate: float,
     steps: int,
     accountant: str = "rdp",
+    spent: Sequence[SampledGaussian] = (),
 ) -> float:
     """Returns a noise multiplier of six significant digits that meets the budget and uses it up.
 
@@ -215,13 +229,14 @@ def calibrate_noise_multiplier(
         sample_rate: In (0, 1].
         steps: Number of draws, >= 1.
         accountant: How the draws are composed.
+        spent: Draws before these, which the budget is for as well.
 
     Raises:
         ValueError: A value lies outside its range, or no noise reaches so small an epsilon.
 
     Guarantees:
-        ``compute_epsilon`` at the returned value is at most ``target_epsilon``, and at least
-        99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
+        What all draws together cost at the returned value is at most ``target_epsilon``, and at
+        least 99.5 % of it unless even noise of 2**-13 costs less (under PRV, where ``steps`` times
         ``sample_rate`` is about ``target_delta``) or epsilon jumps over that range, as where PRV
         gives way to RDP.
     """
@@ -236,12 +251,13 @@ def calibrate_noise_multiplier(
             target_delta=target_delta,
             sample_rate=sample_rate,
             steps=steps,
+            spent=spent,
         )
 
     def excess(log_noise: float) -> float:
         """Logarithm of epsilon over its target, which falls as the noise grows."""
         event = SampledGaussian(_digits_up(math.exp(log_noise)), sample_rate, steps)
-        bound = epsilon_bound([event], delta=target_delta, accountant=accountant)
+        bound = epsilon_bound([*spent, event], delta=target_delta, accountant=accountant)
         return math.log(max(bound.epsilon, 1e-300) / target_epsilon)
 
     allowance = _ALLOWANCE if accountant == "rdp" else _SLOW_ALLOWANCE
@@ -373,12 +389,13 @@ def _longest(
     target_epsilon: float,
     delta: float,
     accountant: str,
+    spent: Sequence[SampledGaussian],
 ) -> int:
-    """The most steps that a budget allows from its start."""
+    """The most steps that a budget allows, after what was spent of it."""
 
     def affordable(limit: int, accountant: str) -> int:
         return affordable_steps(
-            [],
+            spent,
             noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
             target_epsilon=target_epsilon,
@@ -399,7 +416,7 @@ def _longest(
         )
     if steps == 0:
         one = SampledGaussian(noise_multiplier, sample_rate)
-        cost = epsilon_bound([one], delta=delta, accountant=accountant).epsilon
+        cost = epsilon_bound([*spent, one], delta=delta, accountant=accountant).epsilon
         raise ValueError(
             f"epsilon={target_epsilon} must be at least {round_up(cost, 4)}, the cost of one step."
         )

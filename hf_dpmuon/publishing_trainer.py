@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, rotate_checkpoints
 
-from hf_dpmuon import hub, model_card
+from hf_dpmuon import hub
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.diagnostics import SPECTRAL_PLOT_FILE, SpectralReport, write_local_card
 from hf_dpmuon.ledger import PrivacyLedger
@@ -131,7 +131,7 @@ class PublishingTrainer(Trainer):
         """Write the card that the ledger supports into ``output_dir``."""
         if self.ledger is None or len(self.ledger) == 0:
             raise ValueError("a card needs a ledger with noise draws: train first.")
-        report = model_card.privacy_report(self.ledger)
+        report = self.folder.report(self.ledger)
         self.folder.write_card(
             self.privacy_run.folder, self.ledger, report, with_plot=True, **self.card_facts()
         )
@@ -198,8 +198,10 @@ class PublishingTrainer(Trainer):
         Raises:
             ValueError: If it is public but should not be, or cannot be reached or written.
         """
-        repository = self._repository(token=token, private=private)
-        self.hub_model_id = self.privacy_run.on_main_process(repository.prepare)
+        where = self._where(token=token, private=private)
+        self.hub_model_id = self.privacy_run.on_main_process(
+            lambda: hub.prepare_repository(**where)
+        )
 
     def push_to_hub(  # type: ignore[override]  # returns None but in the main process
         self,
@@ -233,15 +235,14 @@ class PublishingTrainer(Trainer):
             raise ValueError("blocking=False is not supported; leave it out: the model is saved.")
         if kwargs:
             logger.warning("The card is written from the ledger; ignored: %s.", ", ".join(kwargs))
-        repository = self._repository(token=token, private=private, revision=revision)
+        where = self._where(token=token, private=private, revision=revision)
         commits: list[CommitInfo] = []
 
         def push() -> str:
             if self.ledger is None or len(self.ledger) == 0:
                 raise ValueError("push_to_hub needs a ledger with noise draws: train first.")
-            commits.append(
-                repository.push(self.privacy_run.folder, commit_message or "End of training")
-            )
+            message = commit_message or "End of training"
+            commits.append(hub.push_folder(self.privacy_run.folder, message=message, **where))
             return str(commits[0].repo_url.repo_id)
 
         self.hub_model_id = self.privacy_run.on_main_process(push)
@@ -255,18 +256,21 @@ class PublishingTrainer(Trainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         message = f"Training in progress, step {self.state.global_step}"
         try:
-            self._repository().push(checkpoint_folder, message)
+            hub.push_folder(checkpoint_folder, message=message, **self._where())
         except ValueError as error:
             logger.warning("Training goes on, but pushing a checkpoint failed: %s", error)
 
-    def _repository(
+    def _where(
         self, *, token: str | None = None, private: bool | None = None, revision: str | None = None
-    ) -> hub.Repository:
+    ) -> dict[str, Any]:
+        """To which repository, as ``hub`` takes it; what is not said is as in the arguments."""
         args = self.args
         private = args.hub_private_repo if private is None else private
-        return hub.Repository(
-            self.hub_model_id or args.hub_model_id or self.privacy_run.folder.absolute().name,
-            private=private is not False,
-            token=token or args.hub_token,
-            revision=revision or args.hub_revision,
-        )
+        return {
+            "name": self.hub_model_id
+            or args.hub_model_id
+            or self.privacy_run.folder.absolute().name,
+            "private": private is not False,
+            "token": token or args.hub_token,
+            "revision": revision or args.hub_revision,
+        }

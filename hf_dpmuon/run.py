@@ -87,7 +87,11 @@ class PrivateRun:
     ) -> None:
         assert args.output_dir is not None
         num_units = num_rows if units is None else len(units)
-        self.plan = args.budget.plan(num_units)
+        unit = "image" if units is None else units.name
+        same = (unit, num_units, ADJACENCY)
+        self._earlier = earlier if earlier is not None and _of(earlier) == same else None
+        spent = [] if self._earlier is None else self._earlier.accounted
+        self.plan = args.budget.plan(num_units, spent=spent)
         self.args = args.following(self.plan)
         has_length = args.max_steps > 0 or args.num_train_epochs is not None
         if args.logical_batch_size is None or not has_length:
@@ -114,7 +118,7 @@ class PrivateRun:
         self._facts = RunFacts(
             delta=self.plan.delta,
             accountant=args.accountant,
-            privacy_unit="image" if units is None else units.name,
+            privacy_unit=unit,
             adjacency=ADJACENCY,
             guarantee=args.noise_seed is None and self.plan.noise_multiplier > 0,
             num_units=num_units,
@@ -122,7 +126,6 @@ class PrivateRun:
             group_name=None if repeated_unit is None else repeated_unit.name,
             max_examples_per_unit=None if units is None else max_examples_per_unit,
         )
-        self._earlier = earlier if earlier is not None and self._continues(earlier) else None
         self._keys = SecretKeys(self.folder)
         self._key = b""
         self._pending: list[int] = []  # draws in the ledger that the checkpoint has not made
@@ -179,15 +182,6 @@ class PrivateRun:
         if self.ledger is not None:
             self.ledger.record(event)
         self.remaining -= 1
-
-    def _continues(self, earlier: PrivacyLedger) -> bool:
-        """Whether an earlier ledger speaks of as many units of the same name as this run."""
-        facts = earlier.runs[-1]
-        return (facts.privacy_unit, facts.num_units, facts.adjacency) == (
-            self._facts.privacy_unit,
-            self._facts.num_units,
-            self._facts.adjacency,
-        )
 
     # ---- secret randomness ----
 
@@ -440,6 +434,12 @@ class PrivateRun:
             raise refusal
         value: T = result
         return value
+
+
+def _of(ledger: PrivacyLedger) -> tuple[str, int, str]:
+    """What a ledger protects, and how many of them."""
+    last = ledger.runs[-1]
+    return last.privacy_unit, last.num_units, last.adjacency
 
 
 def _continuation(

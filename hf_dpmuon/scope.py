@@ -12,7 +12,8 @@ from dataclasses import replace
 from torch import nn
 
 from hf_dpmuon.adapters import add_lora
-from hf_dpmuon.models import LoadedModel, ParameterRole, parameter_roles
+from hf_dpmuon.models import LoadedModel
+from hf_dpmuon.roles import ParameterRole, parameter_roles
 
 __all__ = ["train_only"]
 

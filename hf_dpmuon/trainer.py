@@ -37,7 +37,7 @@ from hf_dpmuon.grad_sample import PerSampleEngine
 from hf_dpmuon.known_noise import signal_to_noise
 from hf_dpmuon.methods import routing_table
 from hf_dpmuon.model_folder import recipe_of
-from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.publishing_trainer import PublishingTrainer
 from hf_dpmuon.sampling import LogicalBatch, LogicalBatchLoader
@@ -52,6 +52,7 @@ from hf_dpmuon.training.step import BudgetSpentError, PrivateStep
 from hf_dpmuon.training.trainable import TrainableSet
 from hf_dpmuon.training.trial import Trial, build_engine
 from hf_dpmuon.units import PrivacyUnits
+from hf_dpmuon.validation import validate_model
 
 __all__ = ["DPTrainer"]
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_dpmuon.networks import ARCHITECTURES, ResidualNetwork
+from hf_dpmuon.networks import ARCHITECTURES
 
 NUM_CLASSES = 3
 
@@ -94,7 +94,7 @@ def residual(name: str, widths: tuple[int, ...]) -> nn.Module:
     """A residual network with all its blocks, in fewer channels."""
     few = replace(ARCHITECTURES[name], stem_width=16, widths=widths)
     with mock.patch.dict(ARCHITECTURES, {name: few}):
-        return ResidualNetwork(name, num_classes=NUM_CLASSES)
+        return timm_model(name)
 
 
 TIMM_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -208,13 +208,13 @@ FAMILIES = [
     Family("timm cait", partial(timm_model, "cait_xxs24_224", **TIMM_VIT)),
     Family(
         "builtin:wrn-16-4",
-        partial(residual, "builtin:wrn-16-4", (16, 32, 32)),
+        partial(residual, "hf_dpmuon_wrn_16_4", (16, 32, 32)),
         notes="from scratch; builtin:wrn-28-10 is the same, deeper and wider, and not run here",
         hooks=True,
     ),
     Family(
         "builtin:resnet-18-gn",
-        partial(residual, "builtin:resnet-18-gn", (16, 16, 32, 32)),
+        partial(residual, "hf_dpmuon_resnet_18_gn", (16, 16, 32, 32)),
         notes="from scratch",
         hooks=True,
     ),

@@ -26,8 +26,9 @@ from hf_dpmuon.grad_sample import (
     GhostGradSampleModule,
     HooksGradSampleModule,
 )
-from hf_dpmuon.models import parameter_roles, validate_model
+from hf_dpmuon.roles import parameter_roles
 from hf_dpmuon.scope import train_only
+from hf_dpmuon.validation import validate_model
 
 LAYERS = {"vit": ["q_proj", "fc1"], "timm": ["qkv", "fc2"]}
 IMAGES, LABELS = random_batch(5)

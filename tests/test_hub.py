@@ -43,7 +43,7 @@ from transformers import (
 import hf_dpmuon
 from hf_dpmuon import hub, public_files
 from hf_dpmuon.data import ImageFormat
-from hf_dpmuon.model_card import hash_weights, plain
+from hf_dpmuon.model_card import hash_weights, plain, read_report
 from hf_dpmuon.models import load_model, save_model
 from hf_dpmuon.publishing_trainer import PublishingTrainer
 from hf_dpmuon.trainer import DPTrainer
@@ -255,6 +255,24 @@ def test_shards_are_pushed_and_load_but_no_weights_of_another_model(server, fold
         hub.push_folder(folder, "scans")
 
 
+def test_k205_the_report_of_a_model_on_the_hub_is_found(server, folder, tmp_path):
+    """By `load_model` and for a model that `from_pretrained` loaded; no report is no word."""
+    stated = read_report(folder / "privacy_report.json")
+    server.add_model(REPOSITORY, {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()})
+    server.add_model(f"{USER}/public", {"config.json": (folder / "config.json").read_bytes()})
+    plain = AutoModelForImageClassification.from_pretrained(REPOSITORY)
+    for name, earlier in {REPOSITORY: stated, f"{USER}/public": None, f"{USER}/none": None}.items():
+        plain.name_or_path = plain.config._name_or_path = name
+        loaded = replace(as_loaded(plain), library="transformers", source=name)
+        for number, model in enumerate((plain, loaded)):
+            trainer = trainer_of(tmp_path / f"{name.split('/')[1]}-{number}", model)
+            origin = trainer.folder.origin
+            assert (origin and origin.report) == earlier
+            assert origin is None or origin.ledger is None  # which is never pushed
+    timm_name = replace(as_loaded(plain), source=f"timm/{REPOSITORY}")
+    assert trainer_of(tmp_path / "timm", timm_name).folder.origin.report == stated
+
+
 # ---- the allow-list ----
 
 
@@ -429,7 +447,7 @@ def model_of(library: str) -> Any:
     import timm
 
     names = ("a", "b", "c")
-    if library == "hf_dpmuon":
+    if library == "builtin":
         return load_model("builtin:wrn-16-4", label_names=names)
     model = (
         timm.create_model("test_vit", num_classes=3)
@@ -452,7 +470,7 @@ BEIT = BeitConfig(
 )
 
 
-@pytest.mark.parametrize("library", ["transformers", "timm", "hf_dpmuon"])
+@pytest.mark.parametrize("library", ["transformers", "timm", "builtin"])
 def test_a_tensor_that_the_architecture_does_not_have_stays(server, folder, library):
     loaded = model_of(library)
     inner = next(module for module in loaded.model.modules() if not list(module.children()))
@@ -475,7 +493,7 @@ def test_a_tensor_that_the_architecture_does_not_have_stays(server, folder, libr
         del module.cache
     assert torch.equal(torch.get_rng_state(), generator)
     config = json.loads((folder / "config.json").read_text())
-    for name in ("model_type", "architecture", "residual_network"):
+    for name in ("model_type", "architecture"):
         if name in config:
             change(folder / "config.json", **{name: "of my own"})
             with pytest.raises(ValueError, match="cannot be compared with the architecture"):

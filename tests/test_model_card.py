@@ -260,8 +260,9 @@ def test_any_fact_that_the_ledger_does_not_support_is_named(path):
     report = privacy_report(ledger)
     other = {"versions": {"python": "2"}, "accountant_version": "opacus 0.1"}
     other["weights"] = {"model.safetensors": "0"}  # the ledger knows of none
+    other["earlier"] = report.as_earlier(counted=False)  # nor of these
     recomputed = verify_report(replace(report, **other), ledger)
-    assert recomputed == replace(report, weights=other["weights"])
+    assert recomputed == replace(report, weights=other["weights"], earlier=other["earlier"])
     for name, value in asdict(report).items():
         if name in other:
             continue
@@ -507,17 +508,56 @@ def test_the_card_knows_no_framework():
 
 def test_k205_the_card_names_the_report_of_the_model_that_training_started_from(report):
     earlier = replace(report, epsilon=2.5, privacy_unit="patient", num_units=77)
-    other = card_of(report, earlier=earlier)
-    assert "a report of its own: (2.5, 1e-05) for each patient" in other
+    after_other = replace(report, earlier=earlier.as_earlier(counted=False))
+    other = card_of(after_other)
+    assert "- (2.5, 1e-05) for each patient" in other
     assert "there were 77" in other
-    assert "the two epsilons add up" in other
-    composed = card_of(report, earlier=earlier, is_composed=True)
+    assert "the epsilons add up" in other
+    after_composed = replace(report, earlier=earlier.as_earlier(counted=True))
+    composed = card_of(after_composed)
     assert "Its draws are among those counted above" in composed
     assert "add up, and so" not in composed
-    for card in (other, composed):
-        assert card_states(report, card)
+    for stated, card in ((after_other, other), (after_composed, composed)):
+        assert card_states(stated, card)
         assert not card_states(earlier, card)
-    assert "a report of its own" not in card_of(report)
+    assert not card_states(after_other, card_of(report))  # the section was taken out
+    assert not card_states(after_other, composed)
+    assert "before this one" not in card_of(report)
+
+
+def test_k205_each_report_names_all_trainings_that_it_does_not_count(report):
+    """Of a chain of four models; a report that counts another's draws speaks for it."""
+    first, second, third = (replace(report, epsilon=e, num_units=7) for e in (1.0, 2.0, 3.0))
+    apart = replace(second, earlier=first.as_earlier(counted=False))
+    told = replace(third, earlier=apart.as_earlier(counted=False)).as_earlier(counted=False)
+    assert [(e.epsilon, e.counted) for e in told] == [(1.0, False), (2.0, False), (3.0, False)]
+    joined = replace(second, earlier=first.as_earlier(counted=True))
+    told = joined.as_earlier(counted=True)
+    assert [(e.epsilon, e.counted) for e in told] == [(1.0, True), (2.0, True)]
+    told = joined.as_earlier(counted=False)
+    assert [(e.epsilon, e.counted) for e in told] == [(2.0, False)]
+    told = apart.as_earlier(counted=True)
+    assert [(e.epsilon, e.counted) for e in told] == [(1.0, False), (2.0, True)]
+
+
+def test_k205_a_report_with_earlier_trainings_can_be_read_back(path, tmp_path):
+    ledger = ledger_of(path, (FACTS, 3))
+    void = replace(privacy_report(ledger), epsilon=math.inf, guarantee=False)
+    report = privacy_report(ledger, earlier=void.as_earlier(counted=False))
+    file = tmp_path / "privacy_report.json"
+    file.write_text(json.dumps(report.to_dict(), allow_nan=False))
+    assert read_report(file) == report
+    assert verify_report(read_report(file), ledger) == report
+    assert "(inf, 1e-05)" in card_of(report)
+    assert "draws, without a guarantee. Its draws are not counted" in card_of(report)
+    for wrong in ({"epsilon": "2"}, {"counted": 1}, {"more": 1}, {"num_units": True}):
+        entry = {**report.to_dict()["earlier"][0], **wrong}
+        file.write_text(json.dumps({**report.to_dict(), "earlier": [entry]}))
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            read_report(file)
+    file.write_text(json.dumps({**report.to_dict(), "earlier": [3]}))
+    with pytest.raises(ValueError, match="is not a privacy report of this version"):
+        read_report(file)
 
 
 def test_k238_a_base_model_that_is_no_hub_id_can_be_read_back(report):
@@ -536,7 +576,7 @@ def test_names_that_are_no_hub_ids_stand_in_the_text_only(report):
     assert "a local model, fine-tuned on a local data set" in local
 
 
-@pytest.mark.parametrize("library", ["transformers", "timm", "hf_dpmuon"])
+@pytest.mark.parametrize("library", ["transformers", "timm"])
 def test_the_card_shows_how_to_load_the_model_with_its_library(report, library):
     card = card_of(report, library=library)
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
@@ -544,6 +584,14 @@ def test_the_card_shows_how_to_load_the_model_with_its_library(report, library):
     assert f"{library} import" in code or f"import {library}" in code
     with pytest.raises(ValueError, match="library='keras' must be one of transformers, timm"):
         card_of(report, library="keras")
+
+
+def test_the_card_of_a_network_of_this_package_says_what_timm_must_import(report):
+    ours = card_of(report, library="timm", architecture="hf_dpmuon_wrn_16_4")
+    assert "import hf_dpmuon.networks" in ours
+    compile(re.findall(r"```python\n(.*?)```", ours, re.S)[0], "card", "exec")
+    for other in (None, "vit_base_patch16_224"):
+        assert "hf_dpmuon" not in card_of(report, library="timm", architecture=other)
 
 
 def test_a_missing_licence_is_said(report):

@@ -42,7 +42,7 @@ def test_k205_a_run_on_the_same_units_goes_on_with_the_ledger_of_its_model(tmp_p
 
 
 @pytest.mark.parametrize("without", ["ledger", "equal number of units"])
-def test_k205_else_the_card_names_both_reports(tmp_path, caplog, without):
+def test_k205_else_the_card_names_both_reports(tmp_path, caplog, capsys, without):
     first = trained(tmp_path / "one")
     data = Images()
     if without == "ledger":
@@ -54,8 +54,39 @@ def test_k205_else_the_card_names_both_reports(tmp_path, caplog, without):
     assert not second.ledger.extends(first.ledger)
     assert "trained privately before" in caplog.text
     card = card_of(tmp_path / "two")
-    assert "The model that training started from" in card
-    assert "the two epsilons add up" in card
+    assert "The private training before this one" in card
+    assert "the epsilons add up" in card
+    section = card.split("### The private training")[1].split("## Evaluation")[0]
+    assert main(["card", str(tmp_path / "two")]) == 0
+    assert section in capsys.readouterr().out  # rebuilt, it says the same
+    model = ViTForImageClassification.from_pretrained(tmp_path / "two")
+    third = trained(tmp_path / "three", model, train_dataset=Images(len(data) - 2))
+    stated = read_report(tmp_path / "three" / "privacy_report.json").earlier
+    assert [entry.steps for entry in stated] == [len(first.ledger), len(second.ledger)]
+    assert not any(entry.counted for entry in stated)
+    assert len(third.ledger) == third.state.global_step
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_k205_a_target_is_met_together_with_the_draws_of_before(tmp_path, accountant):
+    """The noise is calibrated to what is left, so that the run goes to its end."""
+    first = trained(tmp_path / "one", accountant=accountant)
+    model = ViTForImageClassification.from_pretrained(tmp_path / "one")
+    target = 1.5 * first.epsilon()
+    settings = {"noise_multiplier": None, "accountant": accountant}
+    second = trained(tmp_path / "two", model, target_epsilon=target, **settings)
+    assert second.state.global_step == second.plan.steps
+    assert 0.99 * target < second.epsilon() <= target
+    with pytest.raises(ValueError, match="has spent on the same units already"):
+        trainer_of(tmp_path / "no", model, target_epsilon=first.epsilon(), **settings)
+
+
+def test_k205_a_run_that_goes_on_from_its_own_checkpoint_is_one_run(tmp_path):
+    first = trained(tmp_path / "run", save_strategy="steps", save_steps=1)
+    model = ViTForImageClassification.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    again = trainer_of(tmp_path / "run", model)
+    assert again.folder.report(first.ledger).earlier == []
+    assert again.folder.origin.ledger is None
 
 
 def test_k205_a_report_that_its_ledger_contradicts_is_refused(tmp_path):
@@ -74,7 +105,7 @@ def test_k205_a_model_that_was_never_private_starts_at_zero(tmp_path):
     again = ViTForImageClassification.from_pretrained(tmp_path / "plain")
     run = trained(tmp_path / "run", again)
     assert len(run.ledger) == run.state.global_step
-    assert "The model that training started from" not in card_of(tmp_path / "run")
+    assert "The private training before this one" not in card_of(tmp_path / "run")
     assert read_report(tmp_path / "run" / "privacy_report.json").runs == 1
 
 

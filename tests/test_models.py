@@ -23,13 +23,9 @@ from transformers import (
 )
 
 from hf_dpmuon.data import build_transforms
-from hf_dpmuon.models import (
-    ParameterRole,
-    load_model,
-    parameter_roles,
-    save_model,
-    validate_model,
-)
+from hf_dpmuon.models import load_model, save_model
+from hf_dpmuon.roles import ParameterRole, parameter_roles
+from hf_dpmuon.validation import validate_model
 
 NAMES = ("a", "b", "c")
 OTHER_NAMES = ("d", "e", "f")

@@ -19,15 +19,9 @@ from hf_dpmuon import DPTrainer, DPTrainingArguments
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.methods import create_optimizer
-from hf_dpmuon.models import (
-    BLOCKS,
-    LoadedModel,
-    ParameterRole,
-    load_model,
-    parameter_roles,
-    save_model,
-    validate_model,
-)
+from hf_dpmuon.models import LoadedModel, load_model, save_model
+from hf_dpmuon.roles import BLOCKS, ParameterRole, parameter_roles
+from hf_dpmuon.validation import validate_model
 
 NAMES = ("a", "b", "c")
 

@@ -19,18 +19,12 @@ from hf_dpmuon import DPTrainer, DPTrainingArguments, networks
 from hf_dpmuon.data import ImageFormat
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.methods import create_optimizer
-from hf_dpmuon.models import (
-    LoadedModel,
-    ParameterRole,
-    load_model,
-    parameter_roles,
-    save_model,
-    validate_model,
-)
+from hf_dpmuon.models import FROM_SCRATCH, LoadedModel, load_model, save_model
 from hf_dpmuon.networks import ARCHITECTURES, Architecture, ResidualNetwork
+from hf_dpmuon.roles import ParameterRole, parameter_roles
+from hf_dpmuon.validation import validate_model
 
 NAMES = ("a", "b", "c")
-FROM_SCRATCH = [*ARCHITECTURES, "builtin:nf-resnet-50"]
 SHRUNK = {
     "wide": Architecture(True, 8, (8, 16), depth=2),
     "resnet": Architecture(False, 8, (8, 16), depth=2),
@@ -48,7 +42,7 @@ def shrunk(kind: str, patch: pytest.MonkeyPatch) -> LoadedModel:
         patch.undo()
     else:
         patch.setattr(networks, "NUM_GROUPS", 4)
-        patch.setitem(ARCHITECTURES, "builtin:wrn-16-4", SHRUNK[kind])
+        patch.setitem(ARCHITECTURES, "hf_dpmuon_wrn_16_4", SHRUNK[kind])
         loaded = load_model("builtin:wrn-16-4", label_names=NAMES, image_size=16)
     with torch.no_grad():
         for p in loaded.model.parameters():
@@ -77,29 +71,29 @@ def logits(model: nn.Module, images: Tensor) -> Tensor:
     [
         # The paper on DP-Muon says 2.76 million of the first, Zagoruyko and Komodakis 36.5 of the
         # second; the last is He et al.'s 11.2 for ten classes.
-        ("builtin:wrn-16-4", 2_748_890),
-        ("builtin:wrn-28-10", 36_479_194),
-        ("builtin:resnet-18-gn", 11_173_962),
+        ("hf_dpmuon_wrn_16_4", 2_748_890),
+        ("hf_dpmuon_wrn_28_10", 36_479_194),
+        ("hf_dpmuon_resnet_18_gn", 11_173_962),
     ],
 )
 def test_numbers_of_parameters(name: str, expected: int) -> None:
-    assert count(lambda: ResidualNetwork(name, num_classes=10)) == expected
+    assert count(lambda: timm.create_model(name, num_classes=10)) == expected
 
 
 def test_numbers_of_parameters_agree_with_others() -> None:
     """The paper's own number, and timm's ResNet-18 but for its larger stem."""
-    wide = count(lambda: ResidualNetwork("builtin:wrn-16-4", num_classes=10))
+    wide = count(lambda: timm.create_model("hf_dpmuon_wrn_16_4", num_classes=10))
     assert wide == pytest.approx(2.76e6, rel=0.005)
-    ours = count(lambda: ResidualNetwork("builtin:resnet-18-gn", num_classes=10))
+    ours = count(lambda: timm.create_model("hf_dpmuon_resnet_18_gn", num_classes=10))
     theirs = count(lambda: timm.create_model("resnet18", num_classes=10))
     assert theirs - ours == 64 * 3 * (7 * 7 - 3 * 3)
 
 
-@pytest.mark.parametrize("name", ["builtin:wrn-16-4", "builtin:resnet-18-gn"])
+@pytest.mark.parametrize("name", ["hf_dpmuon_wrn_16_4", "hf_dpmuon_resnet_18_gn"])
 def test_stages_halve_the_resolution(name: str) -> None:
     sides = []
     with torch.device("meta"):
-        network = ResidualNetwork(name, num_classes=10)
+        network = timm.create_model(name, num_classes=10)
         for block in network.blocks:
             block.register_forward_hook(lambda _m, _i, output: sides.append(output.shape[-1]))
         assert network(torch.empty(2, 3, 32, 32)).shape == (2, 10)
@@ -238,10 +232,53 @@ def test_a_saved_network_loads(tmp_path: Path, name: str) -> None:
     again = load_model(str(tmp_path), label_names=NAMES)
     assert again.image_format == loaded.image_format
     assert again.notes == ()
-    assert again.library == loaded.library
+    assert again.library == loaded.library == "timm"
     images, _ = random_batch(2, image_size=16)
     assert torch.equal(logits(again.model, images), logits(loaded.model, images))
     assert not any(vars(m).get("inplace") for m in again.model.modules())  # for the hooks
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_network_is_a_model_of_timm_s(name: str) -> None:
+    """What timm asks of a model: its head, its features, its input and other channels."""
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=3, in_chans=1)
+        assert isinstance(model, ResidualNetwork)
+        features = model.forward_features(torch.empty(2, 1, 32, 32))
+        assert features.shape[:2] == (2, model.num_features)
+        assert model.forward_head(features, pre_logits=True).shape == (2, model.num_features)
+        assert model.forward_head(features).shape == (2, 3)
+        model.reset_classifier(5)
+        assert model.get_classifier() is model.head
+        assert (model.num_classes, model.head.out_features) == (5, 5)
+        assert model(torch.empty(2, 1, 48, 40)).shape == (2, 5)
+        model.reset_classifier(0)
+        assert model(torch.empty(2, 1, 32, 32)).shape == (2, model.num_features)
+    cfg = timm.create_model(name).pretrained_cfg
+    assert (cfg["architecture"], cfg["input_size"]) == (name, (3, 32, 32))
+    assert (cfg["first_conv"], cfg["classifier"]) == ("stem", "head")
+
+
+def test_a_saved_network_loads_in_timm_itself(tmp_path: Path) -> None:
+    loaded = load_model("builtin:wrn-16-4", label_names=NAMES)
+    save_model(loaded, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    images, _ = random_batch(2, image_size=32)
+    assert torch.equal(logits(again, images), logits(loaded.model, images))
+    assert again.pretrained_cfg["label_names"] == list(NAMES)
+    other = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=5)
+    assert logits(other, images).shape == (2, 5)
+
+
+def test_recomputed_activations_give_equal_gradients() -> None:
+    torch.manual_seed(0)
+    model = load_model("builtin:wrn-16-4", label_names=NAMES).model
+    images, _ = random_batch(2, image_size=8)
+    gradients = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        gradients.append(torch.autograd.grad(model(images).sum(), list(model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_a_saved_timm_network_does_not_pass_for_the_pretrained_one(tmp_path: Path) -> None:

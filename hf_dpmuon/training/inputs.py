@@ -20,11 +20,12 @@ from hf_dpmuon.batches import Head, RowWise, processed, template
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.metrics import EvaluationRecord, build_metrics
 from hf_dpmuon.model_folder import ModelFolder
-from hf_dpmuon.models import LoadedModel, validate_model
+from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.training import checks
 from hf_dpmuon.training.losses import RowMeanLoss
 from hf_dpmuon.units import PrivacyUnits
+from hf_dpmuon.validation import validate_model
 
 __all__ = ["Inputs"]
 
@@ -110,7 +111,7 @@ class Inputs:
             units=units,
             max_examples_per_unit=max_examples_per_unit,
             repeated_unit=repeated_unit,
-            earlier=folder.earlier_ledger,
+            earlier=None if folder.origin is None else folder.origin.ledger,
         )
         metrics = build_metrics(folder.label_names, multi_label=multi_label)
         if not own_loss:
