@@ -9,7 +9,7 @@ FAST := architecture arguments cli docs filters ledger mechanism metrics \
 	optim randomness sampling spectral upstream
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install finetune test test-fast docs lint format types check clean
+.PHONY: help install finetune test test-fast audit mutants docs lint format types check clean
 
 help:  ## Say what the targets do.
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,12 @@ upstream: install  ## Run the contract tests on the newest pre-releases of what 
 	  transformers accelerate opacus timm datasets
 	PYTHONPATH=. OMP_NUM_THREADS=1 .venv-upstream/bin/python -m pytest -p no:xdist \
 	  tests/test_upstream.py tests/test_opacus_conformance.py
+
+audit: install  ## Run the audits that take long: 20 runs, all faults, images, every engine, two processes.
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench_audit.py
+
+mutants: install  ## Plant faults of one line, and print those that no test notices.
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .

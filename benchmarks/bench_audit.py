@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from canary_runs import FAULTS, audited
-from support import Images, arguments, as_loaded, in_processes, tiny_timm_vit
+from support import arguments, in_processes, tiny_timm_vit
+from transformers import ViTConfig, ViTForImageClassification
 
 from hf_dpmuon import batches
 from hf_dpmuon.accounting import epsilon_bound
-from hf_dpmuon.auditing import epsilon_lower_bounds
+from hf_dpmuon.auditing import canary_scores, epsilon_lower_bounds
 from hf_dpmuon.trainer import DPTrainer
 
 # The trial of issue 12: claims 2.99 at delta .01 and 1.14 at delta .1 (PRV).
@@ -113,12 +114,21 @@ def processes() -> None:
     said("two processes", in_processes(2, work)[0], since=start)
 
 
-class Marked(Images):
-    """Random images, of which some are canaries by a coin: else a blank one is in their place."""
+class Marked(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Each image lights one value of one pixel; by a coin it is there, or weighs nothing."""
 
-    def __init__(self, size: int, is_there: np.ndarray) -> None:
-        super().__init__(size)
-        self.pixels[~torch.from_numpy(is_there)] = torch.nan  # weighs nothing
+    def __init__(self, is_there: np.ndarray, *, side: int, light: float) -> None:
+        size = len(is_there)
+        self.images = light * torch.eye(size, 3 * side * side).view(size, 3, side, side)
+        self.labels = torch.arange(size) % 3
+        self.is_there = is_there
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        pixels = self.images[row] if self.is_there[row] else self.images[row] * torch.nan
+        return {"pixel_values": pixels, "labels": self.labels[row]}
 
 
 class Kept(DPTrainer):
@@ -132,19 +142,34 @@ class Kept(DPTrainer):
 
 
 def images() -> None:
-    """Random images as canaries of a small ViT: scores are how much of each is in a release.
+    """Images as canaries of a small ViT whose patch embedding is trained, and nothing else.
 
-    The canaries share all coordinates, so the tests are not independent, as in Steinke et al.'s
-    own experiments with images, and the bound counts them as if they were.
+    The value that an image lights decides which weights its gradient moves, so that the gradients
+    of two images are orthogonal, as those of the canaries of ``hf-dpmuon audit`` are.
     """
-    size, sigma, steps, bound = 600, 0.5, 8, 1e-3
+    side, sigma, steps, bound = 16, 0.5, 8, 1e-3
+    size = 3 * side * side
     start = time.process_time()
     is_there = np.random.default_rng(0).random(size) < 0.5
-    model = tiny_timm_vit()
-    first = {n: p.detach().clone() for n, p in model.named_parameters()}
-    data = Marked(size, is_there)
+    torch.manual_seed(0)
+    model = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=side,
+            patch_size=side,  # so that each value has weights of its own
+            num_labels=3,
+        )
+    )
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("patch_embeddings.projection.weight"))
+    (weight,) = (p for p in model.parameters() if p.requires_grad)
+    first = weight.detach().clone()
+    data = Marked(is_there, side=side, light=100.0)
     trainer = Kept(
-        as_loaded(model),
+        model,
         arguments(
             folder(),
             noise_multiplier=sigma,
@@ -161,24 +186,17 @@ def images() -> None:
     )
     trainer.kept = []
     trainer.train()
-    whole = Images(size)
-    model.load_state_dict(first, strict=False)
+    weight.data = first
     directions = []
     for row in range(size):
         model.zero_grad()
-        logits = model(whole.pixels[row][None])
-        torch.nn.functional.cross_entropy(logits, whole.labels[row][None]).backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        directions.append(gradient / gradient.norm())
-    # Who was drawn, by ridge regression of the release on all gradients: others' are taken out.
-    basis = torch.stack(directions)  # (n, P)
-    ridge = sigma**2 * torch.eye(size)
-    released = size // 10 / bound * torch.stack(trainer.kept)
-    seen = torch.linalg.solve(basis @ basis.T + ridge, basis @ released.T).T  # (T, n)
+        logits = model(data.images[row][None]).logits
+        torch.nn.functional.cross_entropy(logits, data.labels[row][None]).backward()
+        directions.append(weight.grad.flatten() / weight.grad.norm())
+    seen = size // 10 / bound * torch.stack(trainer.kept) @ torch.stack(directions).T  # (T, n)
+    scores = canary_scores({"images": seen}, noise_multiplier=sigma, sample_rate=0.1)
     deltas = [0.01, 0.1]
-    bounds = epsilon_lower_bounds(
-        {"max": seen.amax(0), "sum": seen.sum(0)}, is_there, deltas=deltas
-    )
+    bounds = epsilon_lower_bounds(scores, is_there, deltas=deltas)
     ledger = trainer.privacy_run.ledger
     assert ledger is not None
     rows = [

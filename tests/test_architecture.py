@@ -119,6 +119,12 @@ def test_optimizers_and_spectral_maps_know_no_mechanism():
             assert not imported_rooms(path) & {"mechanism", "ledger", "grad_sample", "sampling"}
 
 
+def test_diagnostics_and_random_matrix_facts_know_no_private_row_or_raw_gradient():
+    raw = {"mechanism", "grad_sample", "sampling", "batches", "data", "training", "run"}
+    for room in ("diagnostics", "random_matrix"):
+        assert not imported_rooms(PACKAGE / f"{room}.py") & raw
+
+
 def test_every_room_is_in_the_table_and_says_what_it_exports():
     for path in FILES:
         assert room_of(path) in ROOMS

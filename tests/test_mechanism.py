@@ -84,6 +84,13 @@ def test_flat_clipping_scales_all_tensors_of_a_sample_by_one_factor():
     assert torch.allclose(factors["b"] * 4, torch.tensor([0.8]))
 
 
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_gradient_within_the_bound_is_left_as_it_is(clipping):
+    norms = {"a": torch.tensor([0.0, 1e-30, 0.3, 0.5]), "b": torch.tensor([0.0, 0.4, 0.0, 0.5])}
+    factors = clip_factors(norms, max_grad_norm=1.0, clipping=clipping, num_layers=2)
+    assert all(torch.equal(factor, torch.ones(4)) for factor in factors.values())
+
+
 def test_per_layer_bounds_compose_to_the_whole_bound_also_when_a_layer_is_not_reached():
     norms = {"a": torch.tensor([30.0]), "b": torch.tensor([40.0])}
     factors = clip_factors(norms, max_grad_norm=1.0, clipping="per_layer", num_layers=4)
