@@ -4,10 +4,10 @@ Receives public facts only: the shapes of what is trained, the number of steps, 
 unit's gradient, and the known noise. Returns rates; no weight, gradient or row is looked at.
 
 The rule: in one step pure noise moves each of the L matrices that are trained by spectral norm
-tau = min(0.15, 1/3 / sqrt(L)) / sqrt(max(1, T/100)). A spectral step has that norm whatever its gradient is, so its
-rate is tau. DP-SGD's and DP-Adam's follow from the noise that their momentum lets through, whose
-norm in an m x n matrix is its standard deviation times sqrt(m) + sqrt(n). Where there is little
-noise, DP-SGD's is held by the bound C instead. What this was measured against is in
+tau = min(0.15, 1/3 / sqrt(L)) / sqrt(max(1, T/100)). A spectral step has that norm whatever its
+gradient is, so its rate is tau. DP-SGD's and DP-Adam's follow from the noise that their momentum
+lets through, whose norm in an m x n matrix is its standard deviation times sqrt(m) + sqrt(n). Where
+there is little noise, DP-SGD's is held by the bound C instead. What this was measured against is in
 ``benchmarks/reports/defaults_cpu_2026-12-01.md``.
 """
 
