@@ -34,7 +34,7 @@ from hf_dpmuon.batches import RowWise, template
 from hf_dpmuon.figures import draw_audit
 from hf_dpmuon.files import write_json
 from hf_dpmuon.filters import GradientFilter, QueryPoint
-from hf_dpmuon.finetune import load_parts
+from hf_dpmuon.job import load_parts
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.models import LoadedModel
 from hf_dpmuon.randomness import keyed_generator, new_key

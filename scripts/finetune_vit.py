@@ -37,7 +37,7 @@ def main() -> None:
         from safetensors import SafetensorError
 
         from hf_dpmuon.arguments import parse_arguments
-        from hf_dpmuon.finetune import finetune
+        from hf_dpmuon.job import finetune
 
         try:
             finetune(*parse_arguments())

@@ -62,7 +62,7 @@ ROOMS = [
     "advice",
     "publishing_trainer",
     "trainer",
-    "finetune",
+    "job",
     "canaries",
     "cli",
 ]

@@ -23,7 +23,7 @@ from hf_dpmuon.data import (
     collate,
     load_image_dataset,
 )
-from hf_dpmuon.finetune import finetune
+from hf_dpmuon.job import finetune
 
 RGB = ImageFormat(8, 8, 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "bilinear")
 GREY = ImageFormat(8, 8, 1, (0.0,), (1.0,), "bilinear")

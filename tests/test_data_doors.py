@@ -27,7 +27,7 @@ from hf_dpmuon.data import load_image_dataset
 from hf_dpmuon.data.dicom import ImageKindError, read_dicom
 from hf_dpmuon.data.folders import OF_A_RUN, read_folder
 from hf_dpmuon.data.images import decode, open_image
-from hf_dpmuon.finetune import check_output_folder, described
+from hf_dpmuon.job import check_output_folder, described
 
 PIXELS = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
 
