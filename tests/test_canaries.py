@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from canary_runs import FAULTS, audited
+from canary_runs import FAULTS, Small, audited
 from scipy.stats import binom, chisquare
-from support import Images, trainer_of
+from support import Images, arguments, as_loaded, trainer_of
 
 from hf_dpmuon import batches
-from hf_dpmuon.canaries import PLOT_FILE, REPORT_FILE
+from hf_dpmuon.canaries import PLOT_FILE, REPORT_FILE, AuditTrainer
 from hf_dpmuon.cli import main
 from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.sampling import PoissonSampler
@@ -196,3 +198,32 @@ def test_the_command_audits_the_run_of_a_file(tmp_path, capsys, unseeded_rows):
     assert (folder / PLOT_FILE).stat().st_size > 1000
     assert not list(folder.glob("*.safetensors"))
     assert not (tmp_path / "run").exists()
+
+
+class SeveralLabels(Images):
+    """Each class is a label that an image has, has not, or of which nobody knows."""
+
+    def __getitem__(self, row):
+        labels = torch.tensor([0.0, 1.0, torch.nan]).roll(row)
+        return {"pixel_values": self.pixels[row], "labels": labels}
+
+
+def test_canaries_of_several_labels_move_their_entries_alone(tmp_path):
+    trainer = AuditTrainer(
+        replace(as_loaded(Small()), multi_label=True),
+        arguments(
+            tmp_path / "run",
+            noise_multiplier=0.0,
+            logical_batch_size=40,
+            max_steps=3,
+            dp_optimizer="sgd",
+            bf16=True,
+        ),
+        train_dataset=SeveralLabels(20),
+        canaries=60,
+    )
+    trainer.train()
+    for values in trainer.releases().values():
+        assert np.all((np.abs(values) < 1e-6) | (np.abs(values * np.sqrt(2) - 1) < 1e-5))
+        assert values[:, trainer.is_member].any()
+        assert not values[:, ~trainer.is_member].any()

@@ -91,6 +91,16 @@ def test_a_gradient_within_the_bound_is_left_as_it_is(clipping):
     assert all(torch.equal(factor, torch.ones(4)) for factor in factors.values())
 
 
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_takes_all_parameters_of_its_sample_with_it(bad, clipping):
+    norms = {"a": torch.tensor([bad, 0.1]), "b": torch.tensor([0.1, 0.1])}
+    factors = clip_factors(norms, max_grad_norm=1.0, clipping=clipping, num_layers=2)
+    for factor in factors.values():
+        assert factor[0] == 0
+        assert factor[1] > 0
+
+
 def test_per_layer_bounds_compose_to_the_whole_bound_also_when_a_layer_is_not_reached():
     norms = {"a": torch.tensor([30.0]), "b": torch.tensor([40.0])}
     factors = clip_factors(norms, max_grad_norm=1.0, clipping="per_layer", num_layers=4)
