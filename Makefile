@@ -50,6 +50,23 @@ audit: install  ## Run the audits that take long: 20 runs, all faults, images, e
 mutants: install  ## Plant faults of one line, and print those that no test notices.
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/mutants.py
 
+wheel: install  ## Build the source distribution, and the wheel from it, into dist/.
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
+# REQUIREMENTS=no takes those of $(VENV), by a path file, instead of installing them again.
+wheel-test: wheel  ## Install the wheel into an empty environment and train with it elsewhere.
+	rm -rf .venv-wheel && $(PYTHON) -m venv .venv-wheel
+ifeq ($(REQUIREMENTS),no)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-wheel/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+endif
+	.venv-wheel/bin/python -m pip install --quiet $(if $(filter no,$(REQUIREMENTS)),--no-deps) dist/*.whl
+	rm -rf build/elsewhere && mkdir -p build/elsewhere
+	cd build/elsewhere && HF_HUB_OFFLINE=1 ../../.venv-wheel/bin/hf-dpmuon finetune --config quickstart \
+	  --max_steps 5 --output_dir run
+	cd build/elsewhere && ../../.venv-wheel/bin/hf-dpmuon inspect run
+
 lint: install  ## Check style and format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,4 +81,4 @@ types: install  ## Check types.
 check: lint types test  ## All that CI runs.
 
 clean:  ## Remove what the targets made, but no outputs.
-	rm -rf $(VENV) .venv-upstream .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .venv-upstream .venv-wheel .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -27,7 +27,7 @@ def options_page() -> str:
         "Made by `make docs` from `hf_dpmuon/options.py`. Options may stand on the command line,",
         "in the YAML file of `--config` (the command line wins) or in Python. All options of",
         "`transformers.TrainingArguments` work as there unless they are named below;",
-        "`finetune_vit.py --help-all` lists them.",
+        "`hf-dpmuon finetune --help-all` lists them.",
     ]
     for title, kind in GROUPS.items():
         lines += ["", f"## {title}", "", "| option | default | meaning |", "|---|---|---|"]

@@ -309,7 +309,7 @@ class DPTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[m
             )
 
 
-def help_all() -> str:
+def help_all(program: str) -> str:
     """Every option of ours and of the base class, and which of them are refused and why."""
     ours = {option.name for option in fields(TrainingOptions)}
     base = {
@@ -321,18 +321,19 @@ def help_all() -> str:
         name: f"Refused{' at some values' if name in REFUSED_WHEN else ''}: it {reason}."
         for name, reason in REFUSED.items()
     }
-    return parsing.full_help(base, notes)
+    return parsing.full_help(program, base, notes)
 
 
 def parse_arguments(
-    argv: Sequence[str] | None = None,
+    argv: Sequence[str] | None = None, *, program: str = "hf-dpmuon finetune"
 ) -> tuple[ModelArguments, DataArguments, DPTrainingArguments]:
-    """Read ``--config FILE.yaml`` and the command line; see ``parsing.with_config``.
+    """Read ``--config`` and the command line; see ``parsing.with_config``.
 
     ``--help`` and ``--help-all`` print and exit.
 
     Args:
         argv: Arguments without the program's name; the process's own if None.
+        program: What the help calls the command.
 
     Returns:
         The three checked groups of arguments.
@@ -341,9 +342,9 @@ def parse_arguments(
         ValueError: If an option is unknown, the file cannot be read, or a combination is refused.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parsing.answer_help(argv)
+    parsing.answer_help(argv, program)
     if "--help-all" in argv:
-        print(help_all())
+        print(help_all(program))
         sys.exit(0)
     kinds = (ModelArguments, DataArguments, DPTrainingArguments)
     parser = HfArgumentParser(

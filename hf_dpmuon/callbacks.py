@@ -12,15 +12,34 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import ProgressCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
+from hf_dpmuon.plan import PrivacyPlan
 from hf_dpmuon.rounding import round_up_fixed
 
-__all__ = ["ExpectedPasses", "Interrupt", "PrivacyProgressCallback", "StopCallback"]
+__all__ = ["ExpectedPasses", "Interrupt", "PrivacyProgressCallback", "StopCallback", "watch"]
 
 logger = logging.getLogger(__name__)
+
+
+class _Run(Protocol):
+    """See ``run.PrivateRun``."""
+
+    @property
+    def plan(self) -> PrivacyPlan: ...
+    def epsilon(self) -> float: ...
+    def may_take(self, step: int) -> bool: ...
+
+
+def watch(handler: CallbackHandler, run: _Run, is_interrupted: Callable[[], bool]) -> None:
+    """Let a loop count expected passes, before all else, show epsilon, and stop when it has to."""
+    if handler.pop_callback(ProgressCallback) is not None:
+        handler.add_callback(PrivacyProgressCallback(run.epsilon))
+    handler.add_callback(StopCallback(run.may_take, is_interrupted))
+    handler.callbacks.insert(0, ExpectedPasses(run.plan.sample_rate))
 
 
 class PrivacyProgressCallback(ProgressCallback):

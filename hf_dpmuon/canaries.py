@@ -252,7 +252,7 @@ def audit(
     the canaries.
 
     Args:
-        config: As ``scripts/finetune_vit.py --config`` takes it.
+        config: As ``--config`` of a run takes it.
         canaries: n, how many units to add.
         output_dir: A new folder for ledger, report and picture; that of the run and ``-audit`` if
             None.

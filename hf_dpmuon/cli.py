@@ -1,4 +1,4 @@
-"""The command ``hf-dpmuon``: plan a budget, advise on a run, check one, rebuild its card.
+"""The command ``hf-dpmuon``: plan a budget, advise on a run, train, check one, rebuild its card.
 
 Receives command lines; prints text, or JSON with ``--json``, and writes the files it is told to.
 
@@ -38,7 +38,12 @@ LARGEST_GAP = 0.05  # between the epochs of two rows that are compared
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["finetune"]:  # which has a parser of its own, that knows the YAML file
+        from hf_dpmuon.finetune import launch
+
+        return launch(words[1:], program="hf-dpmuon finetune", module=["hf_dpmuon.cli", "finetune"])
+    options = _parser().parse_args(words)
     command: Callable[[argparse.Namespace], str] = options.command
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("ignore")
@@ -76,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="hf-dpmuon", description="Differentially private fine-tuning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
+    commands.add_parser("finetune", add_help=False, help="train, evaluate and save a private model")
+    configs = commands.add_parser(
+        "configs",
+        help="the configurations that finetune knows by name",
+        description="List the configurations that `hf-dpmuon finetune --config NAME` knows, or "
+        "copy them into a folder, as files to begin from.",
+    )
+    configs.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="copy them there")
+    configs.set_defaults(command=_configs)
     budget = commands.add_parser(
         "budget",
         help="epsilon, sigma or steps from the other two",
@@ -173,6 +187,27 @@ def _parser() -> argparse.ArgumentParser:
     for command in (budget, advice, inspect, card, audit):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+# Configurations
+
+
+def _configs(options: argparse.Namespace) -> str:
+    from hf_dpmuon.files import write_whole
+    from hf_dpmuon.parsing import shipped_configs
+
+    texts = {name: path.read_text(encoding="utf-8") for name, path in shipped_configs().items()}
+    if options.folder is None:
+        heads = {name: text.split("\n", 1)[0].lstrip("# ") for name, text in texts.items()}
+        return "\n".join(f"{name:<22} {head}" for name, head in heads.items())
+    copies = {options.folder / f"{name}.yaml": text for name, text in texts.items()}
+    there = [str(path) for path in copies if path.exists()]
+    if there:
+        raise ValueError(f"{', '.join(there)} would be overwritten; name another folder.")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for path, text in copies.items():
+        write_whole(path, text.encode())
+    return f"written to {options.folder}: {', '.join(path.name for path in copies)}"
 
 
 # Budget
@@ -581,3 +616,7 @@ def _json(values: Mapping[str, Any]) -> str:
 def _printable(text: str, *, keep: str) -> str:
     """The text without control characters, which a report of others could send to a terminal."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda c: c[0] if c[0] in keep else " ", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -28,6 +28,7 @@ from transformers import TrainerCallback
 from hf_dpmuon.figures import draw_spectra
 from hf_dpmuon.files import write_json, write_whole
 from hf_dpmuon.known_noise import KnownNoise, constant_gain
+from hf_dpmuon.ledger import PrivacyLedger
 from hf_dpmuon.methods import matrices_of
 from hf_dpmuon.model_card import CARD_FILE
 from hf_dpmuon.optim import momenta_after
@@ -185,14 +186,20 @@ def verdict(spectra: Sequence[MatrixSpectrum], *, attainable_std: float) -> tupl
     return "larger batch", f"{seen}, and no average that fits into the run would change that."
 
 
+class _Run(Protocol):
+    """See ``run.PrivateRun``, whose raw facts stay out of here."""
+
+    folder: Path
+    ledger: PrivacyLedger | None
+
+
 class SpectralReport(TrainerCallback):
     """Measures the singular values of private momenta, and writes ``spectral_report.json``.
 
     Args:
-        folder: Of the run; the main process writes.
+        run: Its folder, in which the main process writes, and whether it has a guarantee.
         gradients: What the optimizer steps on next, by parameter name.
         noise: What is known of the noise in it.
-        guarantee: Whether the run has a guarantee of privacy.
 
     Attributes:
         spectra: All that was measured, in the order of the steps.
@@ -200,16 +207,14 @@ class SpectralReport(TrainerCallback):
 
     def __init__(
         self,
-        folder: Path,
+        run: _Run,
         *,
         gradients: Callable[[], Mapping[str, Tensor] | None],
         noise: Callable[[], KnownNoise],
-        guarantee: Callable[[], bool],
     ) -> None:
-        self.folder = folder
+        self.run = run
         self.gradients = gradients
         self.noise = noise
-        self.guarantee = guarantee
         self.spectra: list[MatrixSpectrum] = []
         # For the picture: the spectrum that was clearest, and the latest of each matrix.
         self._clearest: tuple[MatrixSpectrum, Tensor] | None = None
@@ -217,7 +222,7 @@ class SpectralReport(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on with the report of the run that is resumed."""
-        path = self.folder / SPECTRAL_FILE
+        path = self.run.folder / SPECTRAL_FILE
         self.spectra, self._clearest, self._latest = [], None, {}
         if state.is_world_process_zero and state.global_step and path.is_file():
             rows = json.loads(path.read_text(encoding="utf-8"))["matrices"]
@@ -228,7 +233,7 @@ class SpectralReport(TrainerCallback):
         """Measure in the main process, every ``spectral_every`` steps and in the last one."""
         step, every = state.global_step + 1, args.spectral_every
         every = math.ceil(every * state.max_steps if every < 1 else every)
-        is_due = step % every == 0 or step == state.max_steps
+        is_due = every > 0 and (step % every == 0 or step == state.max_steps)
         gradients, noise = self.gradients(), self.noise()
         if not (is_due and state.is_world_process_zero and gradients is not None and noise.std > 0):
             return
@@ -246,13 +251,13 @@ class SpectralReport(TrainerCallback):
                 self._clearest = self._latest[name]
         word, reason = self._verdict(state.max_steps)
         report = {
-            "guarantee": self.guarantee(),
+            "guarantee": self.run.ledger is not None and self.run.ledger.guarantee,
             "verdict": word,
             "reason": reason,
             "noise_std": noise.std,
             "matrices": [asdict(spectrum) for spectrum in self.spectra],
         }
-        write_json(self.folder / SPECTRAL_FILE, report)
+        write_json(self.run.folder / SPECTRAL_FILE, report)
         if step == state.max_steps:
             logger.info("Singular values against the noise: %s: %s", word, reason)
 

@@ -27,6 +27,7 @@ __all__ = [
     "full_help",
     "help_of",
     "option_of",
+    "shipped_configs",
     "short_help",
     "unknown",
     "with_config",
@@ -65,15 +66,15 @@ class Words:
     where: str
 
 
-def answer_help(argv: Sequence[str]) -> None:
+def answer_help(argv: Sequence[str], program: str) -> None:
     """Print our options and exit, if ``--help`` is asked for."""
     if "-h" in argv or "--help" in argv:
-        print(short_help())
+        print(short_help(program))
         sys.exit(0)
 
 
 def with_config(argv: Sequence[str], known: set[str]) -> list[Words]:
-    """Put the options of ``--config FILE.yaml`` before the words of the command line, which wins.
+    """Put the options of ``--config`` before the words of the command line, which wins.
 
     An option on the command line also drops its alternative from the file: ``--eval_split`` the
     file's ``eval_fraction``, say.
@@ -91,8 +92,9 @@ def with_config(argv: Sequence[str], known: set[str]) -> list[Words]:
     """
     config_only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_only.add_argument("--config")
-    path = config_only.parse_known_args(argv)[0].config
-    values = {} if path is None else _read_config(Path(path), known)
+    config = config_only.parse_known_args(argv)[0].config
+    path = None if config is None else _found(config)
+    values = {} if path is None else _read_config(path, known)
     said = {option_of(word) for word in argv if word.startswith("--")}
     for name, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
         if name in said and other not in said:
@@ -103,9 +105,9 @@ def with_config(argv: Sequence[str], known: set[str]) -> list[Words]:
     return [*in_file, Words(list(argv), "command line")]
 
 
-def short_help() -> str:
+def short_help(program: str) -> str:
     """The options that most runs set, with their choices and defaults."""
-    lines = _introduction("--help-all shows all of them.")
+    lines = _introduction(program, "--help-all shows all of them.")
     for title, kind in GROUPS.items():
         few = expert_options(kind)
         lines += ["", f"{title.lower()}:"]
@@ -115,14 +117,15 @@ def short_help() -> str:
     return "\n".join(lines)
 
 
-def full_help(base: Mapping[str, str], notes: Mapping[str, str]) -> str:
+def full_help(program: str, base: Mapping[str, str], notes: Mapping[str, str]) -> str:
     """All options of ours, and those of the base class with their help.
 
     Args:
+        program: What the user calls the command.
         base: Help of the base class's options that are not among ours.
         notes: What else is to be said of some options.
     """
-    lines = _introduction("Those of transformers.TrainingArguments are the last.")
+    lines = _introduction(program, "Those of transformers.TrainingArguments are the last.")
     ours = {
         title: {option.name: help_of(option, kind) for option in fields(kind)}
         for title, kind in GROUPS.items()
@@ -143,9 +146,9 @@ def help_of(option: Field[Any], kind: type, *, code: str = "") -> str:
     return f"{text}{among}{shown}"
 
 
-def _introduction(last: str) -> list[str]:
+def _introduction(program: str, last: str) -> list[str]:
     return [
-        "usage: finetune_vit.py [--config FILE.yaml] [--OPTION VALUE ...]",
+        f"usage: {program} [--config FILE.yaml|NAME] [--OPTION VALUE ...]",
         DESCRIPTION,
         f"Options may stand in the YAML file, too; the command line wins. {last}",
     ]
@@ -159,6 +162,29 @@ def _entry(name: str, text: str) -> list[str]:
 def option_of(word: str) -> str:
     """The name of an option in a word of the command line, in whichever spelling it is."""
     return word.lstrip("-").split("=")[0].replace("-", "_")
+
+
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    package = Path(__file__).parent
+    # A wheel has them within the package, a checkout beside it.
+    folder = next(
+        path / "configs" for path in (package, package.parent) if (path / "configs").is_dir()
+    )
+    return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda p: p.stem)}
+
+
+def _found(config: str) -> Path:
+    """The file that ``--config`` names: one of the user's, or else one that is shipped."""
+    path, shipped = Path(config), shipped_configs()
+    if path.exists() and not (path.is_dir() and config in shipped):
+        return path
+    if config not in shipped:
+        raise ValueError(
+            f"config={config!r} cannot be read: there is no such file, and those that are shipped "
+            f"are {', '.join(shipped)}."
+        )
+    return shipped[config]
 
 
 def _read_config(path: Path, known: set[str]) -> dict[str, Any]:

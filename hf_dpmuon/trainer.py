@@ -24,17 +24,16 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import EvalPrediction, PreTrainedModel, ProgressCallback, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from hf_dpmuon.arguments import DPTrainingArguments
 from hf_dpmuon.batches import DrawDataset, RowWise
-from hf_dpmuon.callbacks import ExpectedPasses, Interrupt, PrivacyProgressCallback, StopCallback
+from hf_dpmuon.callbacks import Interrupt, watch
 from hf_dpmuon.circumstances import circumstances, is_repeatable
 from hf_dpmuon.data import RepeatedUnit
 from hf_dpmuon.diagnostics import SpectralReport
 from hf_dpmuon.grad_sample import PerSampleEngine
-from hf_dpmuon.known_noise import signal_to_noise
 from hf_dpmuon.methods import routing_table
 from hf_dpmuon.model_folder import recipe_of
 from hf_dpmuon.models import LoadedModel
@@ -59,7 +58,6 @@ __all__ = ["DPTrainer"]
 logger = logging.getLogger(__name__)
 
 COMPUTE_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-OF_SAMPLING = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
 class DPTrainer(PublishingTrainer):
@@ -120,7 +118,7 @@ class DPTrainer(PublishingTrainer):
         **others: Any,
     ) -> None:
         args = checks.check_arguments(args, others)
-        checks.check_not_overridden(type(self), DPTrainer, OF_SAMPLING)
+        checks.check_sampling(type(self), DPTrainer)
         made = Inputs.of(
             model,
             args,
@@ -141,14 +139,12 @@ class DPTrainer(PublishingTrainer):
         self.folder, self.privacy_run = made.folder, made.run
         args = made.run.args  # which has the plan's batch and length, where they were unset
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
-        self._row, self._loss = made.row, made.loss
-        self.evaluations = made.evaluations
+        self._row, self._loss, self.evaluations = made.row, made.loss, made.evaluations
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
         self._trainable_set: TrainableSet | None = None
         self._own_scheduler = optimizers[1]
-        self._interrupt = Interrupt()
-        self.interrupted = False
+        self._interrupt, self.interrupted = Interrupt(), False
         super().__init__(
             model=self.folder.module,
             args=args,
@@ -165,19 +161,13 @@ class DPTrainer(PublishingTrainer):
         checks.check_scheduler(self.lr_scheduler, args)
         checks.check_backend(self.accelerator)
         self.label_names = ["labels"]
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(PrivacyProgressCallback(self.privacy_run.epsilon))
-        # first, so that all others see it
-        self.callback_handler.callbacks.insert(0, ExpectedPasses(self.plan.sample_rate))
+        watch(self.callback_handler, self.privacy_run, lambda: self.interrupted)
         self.spectral_report = SpectralReport(
-            self.privacy_run.folder,
+            self.privacy_run,
             gradients=lambda: self.private_gradients,
             noise=lambda: self._trained.noise,
-            guarantee=lambda: self.ledger is not None and self.ledger.guarantee,
         )
-        if args.spectral_every > 0:
-            self.add_callback(self.spectral_report)
-        self.add_callback(StopCallback(self.privacy_run.may_take, lambda: self.interrupted))
+        self.add_callback(self.spectral_report)
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -232,12 +222,7 @@ class DPTrainer(PublishingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the optimizer of ``dp_optimizer`` and print which rule moves what."""
         if self.optimizer is None:
-            self.optimizer = self.args.method.optimizer(
-                self.model,
-                self._trained.noise,
-                steps=self.plan.steps,
-                max_grad_norm=self.args.per_sample_max_grad_norm,
-            )
+            self.optimizer = self._trained.optimizer(self.model)
             logger.info("Routing of parameters:\n%s", routing_table(self.model, self.optimizer))
         return self.optimizer
 
@@ -285,7 +270,6 @@ class DPTrainer(PublishingTrainer):
             ),
             mode=self.args.grad_sample_mode,
             passes=self._trained.filter.evaluations,
-            device=self.args.device,
         )
 
     def _prepare_for_training(
@@ -394,9 +378,7 @@ class DPTrainer(PublishingTrainer):
         )
         validate_model(self.model)  # parameters may have been frozen or replaced since
         if checkpoint is not None:
-            checkpoints.load_filter(
-                self._trained.filter, checkpoint, name=self.args.dp_filter, device=self.args.device
-            )
+            checkpoints.load_filter(self._trained.filter, checkpoint, self.args.device)
         self._taken = 0 if checkpoint is None else checkpoints.state_of(checkpoint).global_step
         if self._taken >= self.plan.steps or not self.privacy_run.may_start():
             return self._finish_without_a_step(checkpoint)
@@ -461,11 +443,8 @@ class DPTrainer(PublishingTrainer):
         """Log private values only, with the epsilon spent so far."""
         private = private_values(logs, keep_loss=self.args.report_nonprivate_loss)
         if "grad_norm" in private and self._step is not None:
-            private["signal_to_noise"] = signal_to_noise(
-                gradient_norm=float(private["grad_norm"]),
-                noise_std=math.sqrt(self._trained.noise.variance(max(1, self.state.global_step))),
-                num_entries=self._step.mechanism.num_entries,
-            )
+            norm, step = float(private["grad_norm"]), max(1, self.state.global_step)
+            private["signal_to_noise"] = self._trained.signal_to_noise(norm, step=step)
         # the last log of a run says all that the number rests on
         private.update(self.privacy_run.spent(in_full="train_runtime" in logs))
         super().log(private, start_time)

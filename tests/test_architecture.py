@@ -64,6 +64,7 @@ ROOMS = [
     "trainer",
     "job",
     "canaries",
+    "finetune",
     "cli",
 ]
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -163,7 +164,9 @@ LIGHT = {
     "card --help": "main(['card', '--help'])",
     "audit --help": "main(['audit', '--help'])",
     "--help": "main(['--help'])",
-    "finetune --help": "from hf_dpmuon.parsing import answer_help; answer_help(['--help'])",
+    "finetune --help": "main(['finetune', '--help'])",
+    "configs": "main(['configs'])",
+    "finetune_vit --help": "from hf_dpmuon.finetune import main; main(['-h'], program='')",
 }
 
 

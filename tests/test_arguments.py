@@ -20,6 +20,7 @@ from hf_dpmuon.filters import LOW_PASS
 from hf_dpmuon.grad_sample import ENGINES
 from hf_dpmuon.optim import ADJUST_LR
 from hf_dpmuon.options import TrainingOptions, choices
+from hf_dpmuon.parsing import shipped_configs
 from hf_dpmuon.spectral import SPECTRAL_MAPS
 
 
@@ -216,10 +217,33 @@ def test_a_wrong_choice_in_data_arguments_is_refused():
         DataArguments(on_corrupt="ignore")
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_shipped_configs_are_accepted(path):
-    _, _, args = parse_arguments(["--config", str(path), "--use_cpu"])
+@pytest.mark.parametrize("name", shipped_configs())
+def test_shipped_configs_are_accepted_by_name_in_every_folder(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, args = parse_arguments(["--config", name, "--use_cpu"])
     assert args.target_epsilon is not None
+
+
+def test_shipped_configs_are_those_of_the_repository_and_have_one_name_each():
+    files = sorted(Path("configs").rglob("*.yaml"), key=lambda path: path.stem)
+    assert [path.resolve() for path in files] == list(shipped_configs().values())
+
+
+def test_a_file_of_ones_own_wins_over_a_shipped_one_and_a_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("dpsgd").mkdir()
+    assert parse_arguments(["--config=dpsgd"])[2].dp_optimizer == "sgd"
+    Path("quickstart").write_text("target_epsilon: 3\nmax_steps: 7\n")
+    assert parse_arguments(["--config=quickstart"])[2].max_steps == 7
+
+
+@pytest.mark.parametrize("config", ["quickstrat", "dpsgd.yaml", "medical/ham10000"])
+def test_a_config_that_is_neither_file_nor_name_is_refused_with_the_names(config):
+    with pytest.raises(
+        ValueError, match=f"config='{config}' .*dpmuon_s, dpsgd, ham10000"
+    ) as refusal:
+        parse_arguments([f"--config={config}"])
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

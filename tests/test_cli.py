@@ -16,6 +16,7 @@ from hf_dpmuon.cli import main
 from hf_dpmuon.ledger import LEDGER_FILE, PrivacyLedger, RunFacts
 from hf_dpmuon.membership import membership_tpr, sharper_membership_tpr
 from hf_dpmuon.model_card import build_model_card, hash_weights, plot_epsilon, privacy_report
+from hf_dpmuon.parsing import shipped_configs
 from hf_dpmuon.plan import calibrate_noise_multiplier
 
 FACTS = RunFacts(
@@ -101,7 +102,7 @@ def refusal(*arguments, capsys):
 # Help
 
 
-@pytest.mark.parametrize("command", [[], ["budget"], ["inspect"], ["card"]])
+@pytest.mark.parametrize("command", [[], ["configs"], ["budget"], ["inspect"], ["card"]])
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_help_fits_a_screen(command, columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
@@ -130,6 +131,30 @@ assert not heavy, heavy
     )
     assert "*     10" in done.stdout
     assert done.stderr == ""
+
+
+# Configurations
+
+
+def test_configs_are_listed_and_copied_as_they_are(tmp_path, capsys):
+    listed = [line.split()[0] for line in text("configs", capsys=capsys).splitlines()]
+    assert listed == list(shipped_configs())
+    folder = tmp_path / "new" / "folder"
+    said = text("configs", folder, capsys=capsys)
+    assert "quickstart.yaml" in said
+    assert {path.stem for path in folder.iterdir()} == set(listed)
+    for name, path in shipped_configs().items():
+        assert (folder / f"{name}.yaml").read_bytes() == path.read_bytes()
+
+
+def test_configs_overwrite_nothing(tmp_path, capsys):
+    (tmp_path / "quickstart.yaml").write_text("mine")
+    said = refusal("configs", tmp_path, capsys=capsys)
+    assert "quickstart.yaml" in said
+    assert "dpsgd" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["quickstart.yaml"]
+    assert (tmp_path / "quickstart.yaml").read_text() == "mine"
+    assert "File exists" in refusal("configs", tmp_path / "quickstart.yaml", capsys=capsys)
 
 
 # Budget

@@ -124,8 +124,14 @@ def test_k214_nothing_is_written_when_local_data_are_read(
 opened: list[object] = []  # to be written, by anything that Python opens
 
 
-def _opens(event: str, arguments: tuple[object, ...]) -> None:
-    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+def _opens(
+    event: str,
+    arguments: tuple[object, ...],
+    *,
+    # bound here, for the hook outlives the modules
+    opened: list[object] = opened,
+    writing: int = os.O_WRONLY | os.O_RDWR | os.O_CREAT,
+) -> None:
     if event == "open" and isinstance(arguments[2], int) and arguments[2] & writing:
         opened.append(arguments[0])
 

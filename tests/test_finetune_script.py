@@ -1,4 +1,4 @@
-"""The command that the README shows, as a user runs it."""
+"""The command that fine-tunes, as a user runs it from a checkout or without one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import resource
 import runpy
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ import pytest
 import torch
 from PIL import Image
 from support import ROOT, forked, in_processes, script
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from hf_dpmuon.cli import main
 
 # A process group that is open when the interpreter ends aborts the process now and then.
 # Each process says so in a file of its own: their lines on one pipe would run into each other.
@@ -44,26 +48,35 @@ class Launched:
     stdout: str
 
 
+# What `hf-dpmuon finetune` is on a machine with two devices.
+ON_TWO_DEVICES = """
+import sys, torch
+torch.accelerator.device_count = lambda: 2
+from hf_dpmuon.cli import main
+sys.exit(main(["finetune", *sys.argv[1:]]))
+"""
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """The quickstart as a user launches it, in two processes with interpreters of their own."""
+    """The quickstart by its name, from another folder, in two processes that the command starts."""
     home = tmp_path_factory.mktemp("launched")
+    options = ("--config=quickstart", *QUICKSTART[1:], "--output_dir=run")
     done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("accelerate")),
-            *("launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-            *("--mixed_precision=no", "--dynamo_backend=no"),
-            *(looking(home), *QUICKSTART, f"--output_dir={home / 'run'}"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", ON_TWO_DEVICES, *options],
+        cwd=home,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert said_at_exit(home) == ["False", "False"]
     return Launched(home / "run", done.stdout)
 
 
@@ -135,11 +148,98 @@ def test_bad_input_ends_with_one_sentence_and_code_2(tmp_path, options, sentence
     assert not (folder / "privacy_ledger.jsonl").exists()
 
 
-def test_help_names_every_privacy_option():
-    done = script("--help")
-    assert done.returncode == 0
-    for option in ("target_epsilon", "noise_multiplier", "logical_batch_size", "dataset_name"):
-        assert f"--{option}" in done.stdout
+def command(*words: str) -> None:
+    sys.exit(main(["finetune", *words]))
+
+
+def module(*words: str) -> None:
+    sys.argv = ["finetune.py", *words]
+    runpy.run_module("hf_dpmuon.finetune", run_name="__main__")
+
+
+def of_the_checkout(*words: str) -> None:
+    sys.argv = ["finetune_vit.py", *words]
+    runpy.run_path("scripts/finetune_vit.py", run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("run", "program"),
+    [
+        (command, "hf-dpmuon finetune"),
+        (of_the_checkout, "finetune_vit.py"),
+        (module, "python -m hf_dpmuon.finetune"),
+    ],
+    ids=["command", "script", "module"],
+)
+def test_help_and_refusals_name_the_program_that_was_called(run, program):
+    for option in ("--help", "-h", "--help-all"):
+        done = forked(lambda o=option: run(o))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"usage: {program} [--config")
+        assert "--target_epsilon" in done.stdout
+    done = forked(lambda: run("--config", "quickstrat"))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{program.removesuffix('.py')}: config='quickstrat'")
+    assert "ham10000, patch_camelyon, quickstart." in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@dataclass
+class Launcher:
+    """What was started instead of processes, and what they end with."""
+
+    started: list[Namespace]
+    failure: Exception | None = None
+
+    def __call__(self, options: Namespace) -> None:
+        self.started.append(options)
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def launcher(monkeypatch) -> Launcher:
+    launcher = Launcher([])
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launcher)
+    monkeypatch.setattr("hf_dpmuon.finetune.main", lambda words, program: len(words))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
+    monkeypatch.delenv("RANK", raising=False)
+    return launcher
+
+
+def test_several_devices_get_a_process_each_that_runs_the_same_command(launcher):
+    assert main(["finetune", "--config=quickstart", "--learning_rate", "1"]) == 0
+    (options,) = launcher.started
+    assert (options.num_processes, options.num_machines, options.multi_gpu) == (3, 1, True)
+    assert (options.module, options.training_script) == (True, "hf_dpmuon.cli")
+    words = ["finetune", "--config=quickstart", "--learning_rate", "1"]
+    assert options.training_script_args == words
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "rank"),
+    [
+        ([], 0, None),
+        ([], 1, None),
+        ([], 3, "0"),
+        (["--use_cpu"], 3, None),
+        (["--use-cpu=True", "--max_steps=1"], 3, None),
+        (["--help-all"], 3, None),
+    ],
+    ids=["no device", "one device", "a launcher is there", "cpu", "cpu, as a value", "help"],
+)
+def test_one_device_is_enough_for_this_process(launcher, monkeypatch, words, devices, rank):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert main(["finetune", *words]) == len(words)  # what `main` of the module returns here
+    assert launcher.started == []
+
+
+def test_the_exit_code_is_that_of_the_process_that_failed_first(launcher):
+    failed = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file="<N/A>")
+    launcher.failure = ChildFailedError("hf_dpmuon.cli", {1: failed})
+    assert main(["finetune"]) == 2
 
 
 @pytest.mark.parametrize("saving", ["at the end", "a checkpoint"])
@@ -149,8 +249,7 @@ def test_a_full_disk_ends_with_one_sentence_and_no_part_of_a_model(tmp_path, sav
 
     def on_a_full_disk() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
-        sys.argv = ["finetune_vit", *QUICKSTART, "--use_cpu", f"--output_dir={folder}", *options]
-        runpy.run_path("scripts/finetune_vit.py", run_name="__main__")
+        of_the_checkout(*QUICKSTART, "--use_cpu", f"--output_dir={folder}", *options)
 
     done = forked(on_a_full_disk)
     assert done.returncode == 2, done.stderr[-3000:]

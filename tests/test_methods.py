@@ -216,7 +216,7 @@ def test_a_checkpoint_without_the_filter_s_state_is_refused(tmp_path):
     trainer_of(tmp_path, dp_filter="doppler", save_strategy="steps", save_steps=2).train()
     (tmp_path / "checkpoint-2" / "gradient_filter.pt").unlink()
     again = trainer_of(tmp_path, dp_filter="doppler")
-    with pytest.raises(ValueError, match=r"has no gradient_filter.pt.*dp_filter='doppler'"):
+    with pytest.raises(ValueError, match=r"has no gradient_filter.pt.* dp_filter goes on from"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

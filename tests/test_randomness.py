@@ -46,3 +46,10 @@ def test_all_128_bits_of_a_stream_s_key_vary():
 @pytest.mark.parametrize("bit", [0, 31, 32, 63, 64, 127, 128, 255])
 def test_each_bit_of_a_key_decides_the_stream(bit):
     assert philox_key(new_key(0), b"use") != philox_key(new_key(1 << bit), b"use")
+
+
+def test_keys_and_uses_that_read_alike_when_joined_are_not_the_same():
+    first, second = (
+        keyed_generator(*parts).integers(2**63) for parts in ((b"ab", b"c"), (b"a", b"bc"))
+    )
+    assert first != second

@@ -183,16 +183,14 @@ def save_filter(filter: GradientFilter, checkpoint: Path) -> None:
         torch.save(filter.state_dict(), checkpoint / FILTER_FILE)
 
 
-def load_filter(
-    filter: GradientFilter, checkpoint: Path, *, name: str, device: torch.device
-) -> None:
+def load_filter(filter: GradientFilter, checkpoint: Path, device: torch.device) -> None:
     """Read what ``save_filter`` wrote."""
     if not filter.state_dict():
         return
     if not (checkpoint / FILTER_FILE).exists():
         raise ValueError(
-            f"checkpoint {checkpoint} has no {FILTER_FILE}, the past gradients that "
-            f"dp_filter={name!r} goes on from; take another checkpoint."
+            f"checkpoint {checkpoint} has no {FILTER_FILE}, the past gradients that a dp_filter "
+            "goes on from; take another checkpoint."
         )
     filter.load_state_dict(
         torch.load(checkpoint / FILTER_FILE, map_location=device, weights_only=True)

@@ -31,8 +31,8 @@ __all__ = [
     "check_datasets",
     "check_repeats",
     "check_rows",
-    "check_not_overridden",
     "check_optimizer",
+    "check_sampling",
     "check_scheduler",
     "check_still_there",
     "check_units",
@@ -65,9 +65,9 @@ def check_arguments(args: object, others: Mapping[str, object]) -> DPTrainingArg
     return args
 
 
-def check_not_overridden(kind: type, own: type, hooks: Iterable[str]) -> None:
+def check_sampling(kind: type, own: type) -> None:
     """Refuse a subclass that draws its samples otherwise."""
-    for name in hooks:
+    for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples"):
         if getattr(own, name) is not getattr(kind, name):
             raise ValueError(
                 f"{kind.__name__}.{name} replaces the sampling that the accountant assumes; remove "

@@ -159,9 +159,7 @@ class Trial:
         return [_random_row_like(self.row, label, generator) for label in labels]
 
 
-def build_engine(
-    model: nn.Module, trial: Trial, *, mode: str, passes: int, device: torch.device
-) -> PerSampleEngine:
+def build_engine(model: nn.Module, trial: Trial, *, mode: str, passes: int) -> PerSampleEngine:
     """Wrap the model in the engine that is asked for, or for which there is memory; verify it.
 
     The trial that tells of memory comes after verification, which refuses models that a
@@ -171,6 +169,7 @@ def build_engine(
     trial.verify(engine)
     if mode != "auto" or passes > 1:  # ghost takes one pass only
         return engine
+    device = next(model.parameters()).device
     needed, free = trial.bytes_of_a_step(engine), free_bytes(device)
     if device.type == "cpu":
         free //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
