@@ -33,7 +33,6 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -589,7 +588,6 @@ def candidates(where: Where, sigma: float, data: Path) -> dict[str, dict[str, fl
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     std = sigma / batch
     course = Course(matrix_shapes(model), steps, 1.0, KnownNoise(std))
-    one = replace(course, shapes=[max(course.shapes, key=sum)])  # as if it were one matrix
     norms = [
         float(torch.linalg.matrix_norm(p.detach().flatten(1), 2))
         for p in model.parameters()
@@ -620,7 +618,9 @@ def candidates(where: Where, sigma: float, data: Path) -> dict[str, dict[str, fl
         },
         "noise, relative to the weights' norms": of_noise(norm, width),
         "noise, of equal Frobenius norm": of_noise(tau, height),
-        "noise, whatever the number of matrices": of_noise(one.spectral_rate / 3, width),
+        "noise, whatever the number of matrices": of_noise(
+            0.1 / math.sqrt(max(1, steps / 100)), width
+        ),
         "noise (the default)": {
             "muon": tau,
             "sgd": course.gradient_rate(momentum),

@@ -4,10 +4,10 @@ Receives public facts only: the shapes of what is trained, the number of steps, 
 unit's gradient, and the known noise. Returns rates; no weight, gradient or row is looked at.
 
 The rule: in one step pure noise moves each of the L matrices that are trained by spectral norm
-tau = 1/3 / sqrt(L max(1, T/100)). A spectral step has that norm whatever its gradient is, so its
-rate is tau. DP-SGD's and DP-Adam's follow from the noise that their momentum lets through, whose
-norm in an m x n matrix is its standard deviation times sqrt(m) + sqrt(n). Where there is little
-noise, DP-SGD's is held by the bound C instead. What this was measured against is in
+tau = min(0.15, 1/3 / sqrt(L)) / sqrt(max(1, T/100)). A spectral step has that norm whatever its
+gradient is, so its rate is tau. DP-SGD's and DP-Adam's follow from the noise that their momentum
+lets through, whose norm in an m x n matrix is its standard deviation times sqrt(m) + sqrt(n). Where
+there is little noise, DP-SGD's is held by the bound C instead. What this was measured against is in
 ``benchmarks/reports/defaults_cpu_2026-12-01.md``.
 """
 
@@ -27,7 +27,8 @@ from hf_dpmuon.known_noise import (
 
 __all__ = ["Course"]
 
-SPECTRAL_NORM = 1 / 3  # of a step of noise, in a single matrix
+SPECTRAL_NORM = 1 / 3  # of a step of noise, over all matrices as if they were one
+MOST_IN_A_MATRIX = 0.15
 STEPS_AT_FULL_RATE = 100
 LONGEST_STEP = 7.0  # of DP-SGD, in units of C, if all gradients were alike
 ADAM_LEAST_DENOMINATOR = math.sqrt(0.1)  # of the noise's, after `correct_for_noise`
@@ -52,8 +53,8 @@ class Course:
     @property
     def spectral_rate(self) -> float:
         """Tau: the rate of steps of spectral norm 1."""
-        shrunk = len(self.shapes) * max(1.0, self.steps / STEPS_AT_FULL_RATE)
-        return _short(SPECTRAL_NORM / math.sqrt(shrunk))
+        tau = min(MOST_IN_A_MATRIX, SPECTRAL_NORM / math.sqrt(len(self.shapes)))
+        return _short(tau / math.sqrt(max(1.0, self.steps / STEPS_AT_FULL_RATE)))
 
     def gradient_rate(self, momentum: LinearResponse) -> float:
         """The rate of steps in units of the gradient, as DP-SGD and DP-Muon-S take them."""

@@ -17,7 +17,7 @@ from hf_dpmuon.known_noise import KnownNoise, ema, heavy_ball
 from hf_dpmuon.methods import Method, create_optimizer
 from hf_dpmuon.plan import FEWEST_STEPS, default_batch_size, default_steps, num_steps
 
-COURSE = Course([(32, 64)] * 4, steps=60, max_grad_norm=1.0, noise=KnownNoise(0.05))
+COURSE = Course([(32, 64)] * 9, steps=60, max_grad_norm=1.0, noise=KnownNoise(0.05))
 
 
 class OneLayer(nn.Module):
@@ -39,13 +39,14 @@ def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 @pytest.mark.parametrize(("steps", "share"), [(30, 1), (100, 1), (400, 1 / 2), (10_000, 1 / 10)])
 def test_a_spectral_step_is_shorter_only_in_runs_of_more_than_100_steps(steps, share):
     rate = replace(COURSE, steps=steps).spectral_rate
-    assert rate == pytest.approx(share / 3 / math.sqrt(4), rel=5e-3)
+    assert rate == pytest.approx(share / 3 / math.sqrt(9), rel=5e-3)
 
 
-@pytest.mark.parametrize("matrices", [1, 9, 74])
+@pytest.mark.parametrize("matrices", [5, 26, 74])
 def test_the_squared_steps_of_all_matrices_add_up_to_the_same(matrices):
     rate = replace(COURSE, shapes=[(32, 64)] * matrices).spectral_rate
     assert matrices * rate**2 == pytest.approx(1 / 9, rel=1e-2)
+    assert replace(COURSE, shapes=[(32, 64)]).spectral_rate == 0.15  # one alone takes less
 
 
 def test_a_rate_in_units_of_the_gradient_falls_with_the_noise_and_is_held_by_the_bound():
@@ -101,7 +102,7 @@ def test_a_step_of_pure_noise_moves_a_matrix_by_the_stated_spectral_norm(setting
         optimizer.step()
         if step >= 40:
             moved.append(float(torch.linalg.matrix_norm(model.layer.weight.detach() - before, 2)))
-    assert mean(moved) == pytest.approx(1 / 3, rel=0.2)
+    assert mean(moved) == pytest.approx(0.15, rel=0.2)
 
 
 def test_frozen_parameters_and_tokens_do_not_count_as_matrices():
@@ -112,7 +113,7 @@ def test_frozen_parameters_and_tokens_do_not_count_as_matrices():
     head_only = tiny_vit()
     for name, p in head_only.named_parameters():
         p.requires_grad_(name.startswith("classifier"))
-    assert rates_of(create_optimizer(head_only, noise=noise, steps=60))["muon"] == 0.333
+    assert rates_of(create_optimizer(head_only, noise=noise, steps=60))["muon"] == 0.15
 
 
 @pytest.mark.parametrize("dp_optimizer", ["sgd", "adam"])
