@@ -12,6 +12,7 @@ Guarantees:
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +76,8 @@ def adapter_problems(model: nn.Module) -> Iterator[str]:
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
-    strange, several, idle = [], [], []
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    strange, several, idle, tied = [], [], [], []
     for path, layer in layers.items():
         is_plain = (
             isinstance(layer, LoraLayer)
@@ -88,6 +90,13 @@ def adapter_problems(model: nn.Module) -> Iterator[str]:
             several.append(path)
         elif layer.disable_adapters or (isinstance(layer, LoraLayer) and layer.merged):
             idle.append(path)
+        elif isinstance(layer, LoraLayer) and names[id(layer.get_base_layer().weight)] > 1:
+            tied.append(path)
+    if tied:
+        yield (
+            f"{', '.join(sorted(tied))} have adapters beside a weight that others share, into "
+            "which they cannot be merged: leave these layers out of target_modules"
+        )
     if strange:
         yield (
             f"{', '.join(sorted(strange))} of peft are no plain LoRA on a linear layer or a "

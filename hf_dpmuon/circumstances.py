@@ -1,6 +1,6 @@
 """The public facts on which the rounding of a step's sums depends.
 
-Receives the arguments of a run and the name of its engine; returns facts that two starts can be
+Receives the settings of a run and its engine; returns facts that two starts can be
 compared by. No data enters.
 
 Guarantees:
@@ -10,6 +10,7 @@ Guarantees:
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from hf_dpmuon.arguments import DPTrainingArguments
+from hf_dpmuon.grad_sample import PerSampleEngine
 
 __all__ = ["circumstances", "is_repeatable"]
 
@@ -32,12 +34,15 @@ HARMLESS = {
 HARMLESS_PREFIXES = ("hub_", "log_", "logging_", "save_", "trackio_", "include_")
 
 
-def circumstances(args: DPTrainingArguments, *, engine: str) -> dict[str, str]:
+def circumstances(
+    args: DPTrainingArguments, *, engine: PerSampleEngine, given: Mapping[str, object]
+) -> dict[str, str]:
     """Return settings, engine, processes, threads, device and versions, each as text.
 
     Args:
         args: The arguments of the run.
-        engine: Name of the engine of per-sample gradients, chosen by now.
+        engine: That of per-sample gradients, chosen by now.
+        given: What else the trainer was given, by name, in a form that has a text.
     """
     settings: dict[str, Any] = args.to_dict()  # type: ignore[no-untyped-call]
     facts = {
@@ -45,9 +50,12 @@ def circumstances(args: DPTrainingArguments, *, engine: str) -> dict[str, str]:
         for name, value in settings.items()
         if name not in HARMLESS and not name.startswith(HARMLESS_PREFIXES)
     }
+    facts |= {f"setting {name}": str(value) for name, value in given.items()}
+    trained = [name for name, p in engine.named_parameters() if p.requires_grad]
     facts |= {f"version of {name}": version(name) for name in (*LIBRARIES, "transformers")}
     return facts | {
-        "engine": engine,
+        "engine": type(engine).__name__,
+        "trained parameters": " ".join(trained),
         "processes": str(args.world_size),
         "threads": str(torch.get_num_threads()),
         "device": _device(args.device),

@@ -23,6 +23,7 @@ from hf_dpmuon.files import FOR_OWNER, write_json
 __all__ = ["SecretKeys", "StartKey"]
 
 KEYS_FILE = "keys.json"
+SUFFIX = ".secrets"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,12 @@ class SecretKeys:
                 f"output_dir={str(output_dir)!r} has no folder beside it for secret keys; choose a "
                 "folder below it."
             )
-        self.folder = resolved.with_name(f"{resolved.name}.secrets")
+        if resolved.suffix == SUFFIX:
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} must not end in {SUFFIX}, the name of the "
+                "secret keys of another run."
+            )
+        self.folder = resolved.with_name(f"{resolved.name}{SUFFIX}")
 
     def of(self, start: str) -> StartKey | None:
         """Return the key of a start, by its chain value in the ledger; None if it is gone."""

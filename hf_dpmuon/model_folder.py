@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -45,6 +46,9 @@ SETTINGS = ("momentum", "betas", "eps", "weight_decay")  # of an optimizer, if t
 # A name of the Hub, of timm or of this package.
 PUBLIC_NAME = re.compile(r"(builtin:|timm/)?\w[\w.-]*(/\w[\w.-]*)?")
 
+# The output folders of the trainers that a model was given to, in this process.
+_RUNS: WeakKeyDictionary[nn.Module, list[Path]] = WeakKeyDictionary()
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -61,20 +65,33 @@ class Origin:
     is_this_run: bool
 
     @classmethod
-    def read(cls, file: Path, output_dir: Path) -> Origin:
-        """Read a report and its ledger, and say what they state.
+    def of(cls, module: nn.Module, report_file: Path | None, output_dir: Path) -> Origin | None:
+        """Find and verify what is known of a model: in this process, or beside its weights.
 
         Raises:
             ValueError: If the report cannot be read, or its ledger contradicts it.
         """
-        report = model_card.read_report(file)
-        # A run whose folder holds a ledger goes on with that, or is refused.
+        runs = _RUNS.setdefault(module, [])
+        trained = [run for run in runs if (run / LEDGER_FILE).is_file()]
         own = output_dir.resolve()
-        is_own = file.parent.resolve() in {own, *own.glob("checkpoint-*")}
+        runs.append(own)
+        folder = trained[-1] if trained else report_file and report_file.parent
+        if folder is None:
+            return None
+        file, path = folder / model_card.REPORT_FILE, folder / LEDGER_FILE
+        ledger = PrivacyLedger.load(path) if path.is_file() else None
+        report = model_card.read_report(file) if file.is_file() else None
+        if trained:  # since when the model may have been saved, or not
+            assert ledger is not None
+            if len(ledger) == 0:
+                return None
+            earlier = [] if report is None else report.earlier
+            report = model_card.privacy_report(ledger, earlier=earlier)
+        assert report is not None
+        # A run whose folder holds a ledger goes on with that, or is refused.
+        is_own = folder.resolve() in {own, *own.glob("checkpoint-*")}
         if is_own and (own / LEDGER_FILE).is_file():
             return cls(report, None, True)
-        path = file.with_name(LEDGER_FILE)
-        ledger = PrivacyLedger.load(path) if path.is_file() else None
         if ledger is not None:
             model_card.verify_report(report, ledger)
         logger.warning(
@@ -152,7 +169,8 @@ class ModelFolder:
                 "load_model('timm/<name>', ...) and pass what that returns."
             )
         assert args.output_dir is not None
-        origin = None if report_file is None else Origin.read(report_file, Path(args.output_dir))
+        module = model.model if isinstance(model, LoadedModel) else model
+        origin = Origin.of(module, report_file, Path(args.output_dir))
         facts = {
             "base_model": public_name(base_model),
             "dataset": public_name(dataset_name),

@@ -103,8 +103,8 @@ class Budget:
         given = [self.target_epsilon is not None, self.noise_multiplier is not None]
         if not any(given) or (all(given) and has_length):
             raise ValueError(
-                "target_epsilon (from which sigma is calibrated), noise_multiplier (sigma itself) "
-                "or both must be set, and both only without the length (steps or epochs)."
+                "set epsilon (target_epsilon), from which sigma is calibrated, or sigma itself "
+                "(noise_multiplier); both go together only where steps and epochs are left unset."
             )
 
     def plan(self, num_units: int, *, spent: Sequence[SampledGaussian] = ()) -> PrivacyPlan:

@@ -24,6 +24,7 @@ from hf_dpmuon.metrics import EvaluationRecord
 from hf_dpmuon.model_folder import ModelFolder
 from hf_dpmuon.run import PrivateRun
 from hf_dpmuon.training import checkpoints
+from hf_dpmuon.training.checks import check_datasets
 
 __all__ = ["PublishingTrainer"]
 
@@ -51,6 +52,7 @@ class PublishingTrainer(Trainer):
     spectral_report: SpectralReport
     interrupted: bool
     _staging = False
+    _checked_evaluation: Any = None
 
     @property
     def ledger(self) -> PrivacyLedger | None:
@@ -78,6 +80,9 @@ class PublishingTrainer(Trainer):
         Metrics of another data set, which may be private, stay out of it. Training goes on as if
         this had not been: the global generators are left alone.
         """
+        if self.eval_dataset is not self._checked_evaluation:
+            check_datasets(self.train_dataset, self.eval_dataset)
+            self._checked_evaluation = self.eval_dataset
         asked = args[0] if args else kwargs.get("eval_dataset")
         declared = asked is None or asked is self.eval_dataset or isinstance(asked, str)
         with torch.random.fork_rng(), self.evaluations.recording(declared):

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -140,6 +139,7 @@ class DPTrainer(PublishingTrainer):
         args = made.run.args  # which has the plan's batch and length, where they were unset
         self.units, self.max_examples_per_unit = units, max_examples_per_unit
         self._row, self._loss, self.evaluations = made.row, made.loss, made.evaluations
+        self._given = made.given
         self._batches: LogicalBatchLoader | None = None
         self._step: PrivateStep | None = None
         self._trainable_set: TrainableSet | None = None
@@ -278,12 +278,12 @@ class DPTrainer(PublishingTrainer):
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(  # type: ignore[no-untyped-call]
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        assert isinstance(self.optimizer, AcceleratedOptimizer)
+        assert self.optimizer is not None
         checks.check_optimizer(self.optimizer, self.model)
         # Only now: whatever refuses to train has refused, and nothing was written.
         engine = prepared[0]
         assert isinstance(engine, PerSampleEngine)
-        facts = circumstances(self.args, engine=type(engine).__name__)
+        facts = circumstances(self.args, engine=engine, given=self._given)
         self.privacy_run.open(facts, is_repeatable=is_repeatable(self.args))
         self._step = PrivateStep.of(
             self.args,
@@ -295,7 +295,6 @@ class DPTrainer(PublishingTrainer):
             prepare=self._prepare_inputs,
             autocast=self.compute_loss_context_manager,
         )
-        self._step.gate.guard(self.optimizer.optimizer)
         return prepared
 
     def training_step(  # type: ignore[override]  # a logical batch, not a dict
@@ -373,6 +372,8 @@ class DPTrainer(PublishingTrainer):
             self.train_dataset,
             self.eval_dataset,
             self.data_collator,
+            units=self.units,
+            num_units=self.plan.num_units,
             row=self._row,
             bar=not self.args.disable_tqdm,
         )
@@ -445,6 +446,5 @@ class DPTrainer(PublishingTrainer):
         if "grad_norm" in private and self._step is not None:
             norm, step = float(private["grad_norm"]), max(1, self.state.global_step)
             private["signal_to_noise"] = self._trained.signal_to_noise(norm, step=step)
-        # the last log of a run says all that the number rests on
         private.update(self.privacy_run.spent(in_full="train_runtime" in logs))
         super().log(private, start_time)

@@ -166,6 +166,15 @@ def test_adapters_that_do_nothing_or_are_several_are_refused():
             validate_model(model)
 
 
+def test_adapters_beside_a_weight_that_layers_share_are_refused():
+    model = tiny_vit()
+    first, second = (layer.attention for layer in model.vit.layers)
+    second.q_proj.weight = first.q_proj.weight
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), model)
+    with pytest.raises(ValueError, match="beside a weight that others share"):
+        validate_model(model)
+
+
 def test_a_wrapper_of_peft_that_is_no_model_is_refused(tmp_path):
     """The tuner inside what ``get_peft_model`` returns."""
     with pytest.raises(ValueError, match="LoraModel of peft, which is not supported"):

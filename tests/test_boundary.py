@@ -209,6 +209,30 @@ def test_training_rows_are_no_evaluation_split(tmp_path, how):
         DPTrainer(tiny_vit(), arguments(tmp_path), train_dataset=train, eval_dataset=evaluation)
 
 
+def test_k210_training_rows_are_none_later_either(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+    trainer.eval_dataset = Subset(trainer.train_dataset, [3])
+    with pytest.raises(ValueError, match="eval_dataset holds rows of train_dataset"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("change", ["repeats", "more rows", "fewer rows", "repeats in place"])
+def test_k211_a_data_set_that_is_replaced_passes_the_same_door(tmp_path, change):
+    rows = [Images()[row] for row in range(24)]
+    trainer = trainer_of(tmp_path, train_dataset=rows)
+    if change == "repeats in place":
+        rows[:] = rows[:1] * 24
+    else:
+        trainer.train_dataset = {
+            "repeats": Subset(Images(), [0] * 24),
+            "more rows": Images(240),
+            "fewer rows": Images(23),
+        }[change]
+    message = "are different" if "repeats" in change else "the plan was made for 24"
+    fails_to_train(trainer, message)
+
+
 def test_disjoint_subsets_of_one_data_set_are_two_splits(tmp_path):
     whole = Images(40)
     parts = Subset(whole, range(30)), Subset(whole, range(30, 40))

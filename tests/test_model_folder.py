@@ -41,6 +41,18 @@ def test_k205_a_run_on_the_same_units_goes_on_with_the_ledger_of_its_model(tmp_p
     assert "Its draws are among those counted above" in card_of(tmp_path / "two")
 
 
+def test_k205_a_model_that_is_trained_again_in_one_process_goes_on_with_its_ledger(tmp_path):
+    """It was never saved, and a trainer that did not train stood in between."""
+    first = trainer_of(tmp_path / "one")
+    first.train()
+    trainer_of(tmp_path / "idle", first.model)
+    second = trained(tmp_path / "two", first.model)
+    assert second.ledger.extends(first.ledger)
+    assert second.epsilon() > first.epsilon()
+    third = trained(tmp_path / "three", second.model, train_dataset=Images(23))
+    assert [entry.steps for entry in third.folder.report(third.ledger).earlier] == [8]
+
+
 @pytest.mark.parametrize("without", ["ledger", "equal number of units"])
 def test_k205_else_the_card_names_both_reports(tmp_path, caplog, capsys, without):
     first = trained(tmp_path / "one")

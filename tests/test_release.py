@@ -14,6 +14,7 @@ import torch
 from support import (
     Images,
     Spy,
+    arguments,
     checkpointed,
     keys_of,
     largest_difference,
@@ -66,6 +67,59 @@ def test_k207_nothing_added_to_a_gradient_after_its_release_moves_a_weight(tmp_p
     meddled = trainer_of(tmp_path / "meddled", callbacks=[Before(act)])
     meddled.train()
     assert largest_difference(weights(plain.model), weights(meddled.model)) == 0
+
+
+@pytest.mark.parametrize("when", ["on_train_begin", "on_step_begin", "on_pre_optimizer_step"])
+def test_k207_another_optimizer_steps_on_the_release_too(tmp_path, when):
+    """A callback puts an optimizer of its own in the place of the run's, and goes backward."""
+
+    def trained(folder: Path, act: Any) -> dict[str, torch.Tensor]:
+        class Swaps(Before):
+            def swap(self, *_: Any, **__: Any) -> None:
+                if self.trainer.state.global_step == 0:
+                    own = torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+                    self.trainer.optimizer = self.trainer.accelerator.prepare(own)
+
+        callback = Swaps(act)
+        if when == "on_pre_optimizer_step":
+            first = callback.act
+
+            def both(model: torch.nn.Module, optimizer: Any) -> None:
+                callback.swap()
+                first(model, optimizer)
+
+            callback.act = both
+        else:
+            setattr(callback, when, callback.swap)
+        callback.trainer = trainer_of(folder, callbacks=[callback])
+        callback.trainer.train()
+        return weights(callback.trainer.model)
+
+    plain = trained(tmp_path / "plain", lambda *_: None)
+    meddled = trained(tmp_path / "meddled", raw_backward)
+    assert largest_difference(plain, meddled) == 0
+
+
+def test_k207_an_optimizer_of_its_own_steps_once_a_release(tmp_path):
+    def steps(model: torch.nn.Module, _: Any) -> None:
+        own = torch.optim.SGD(model.parameters(), lr=1.0)
+        own.step()
+
+    trainer = trainer_of(tmp_path, callbacks=[Before(steps)])
+    with pytest.raises(RuntimeError, match="without a private gradient"):
+        trainer.train()
+
+
+def test_optimizers_of_other_models_step_as_ever(tmp_path):
+    other = torch.nn.Linear(2, 2)
+    before = weights(other)
+
+    def steps(*_: Any) -> None:
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+
+    trainer_of(tmp_path, callbacks=[Before(steps)]).train()
+    assert largest_difference(before, weights(other)) > 0
 
 
 def test_a_callback_may_edit_the_release_itself(tmp_path):
@@ -185,6 +239,24 @@ def test_k203_steps_and_epsilon_of_a_resumed_run_do_not_depend_on_a_row(tmp_path
     assert spent[0][0] == (6 if repeats else 10)
 
 
+@pytest.mark.parametrize("data", ["of one class", "of all"])
+def test_k203_settings_of_the_trainer_are_public_facts(tmp_path, data):
+    """Class weights that only some rows notice decide for all rows alike."""
+    rows = Images()
+    if data == "of one class":
+        rows.labels = torch.zeros_like(rows.labels)
+    settings = {"train_dataset": rows, "save_strategy": "steps", "save_steps": 2, **SECRET}
+    trainer_of(tmp_path, **settings).train()
+    again = DPTrainer(
+        tiny_vit(),
+        arguments(tmp_path, **{k: v for k, v in settings.items() if k != "train_dataset"}),
+        train_dataset=rows,
+        class_weights=[1.0, 3.0, 1.0],
+    )
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(again.ledger) == 10
+
+
 def test_a_replay_that_differs_under_equal_facts_is_an_error_before_its_release(tmp_path):
     trainer_of(tmp_path, save_strategy="steps", save_steps=2, **SECRET).train()
     before = PrivacyLedger.load(tmp_path / "privacy_ledger.jsonl").events
@@ -282,6 +354,11 @@ def test_keys_are_not_kept_behind_a_link(tmp_path):
     keys_of(tmp_path / "a").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="is a link"):
         trainer_of(tmp_path / "a").train()
+
+
+def test_keys_of_another_run_do_not_lie_in_an_output_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"must not end in .secrets"):
+        trainer_of(tmp_path / "run.secrets")
 
 
 def test_damaged_keys_are_named(tmp_path):

@@ -361,6 +361,11 @@ def _check_images(
         f"{len(unreadable)} of {len(split)} images of the split {split_name!r} cannot be read "
         f"({kinds}; first rows: {first_rows(unreadable)})"
     )
+    if set(unreadable.values()) == {FileNotFoundError.__name__}:
+        raise ValueError(
+            f"{found}; the paths of a table are relative to its folder, or to the folder above it: "
+            "move the table there, or write whole paths."
+        )
     if on_corrupt == "refuse":
         raise ValueError(f"{found}; repair them, or drop them with on_corrupt='drop'.")
     if not digests:

@@ -121,14 +121,25 @@ def check_rows(
     eval_dataset: Any,
     collator: object,
     *,
+    units: PrivacyUnits | None,
+    num_units: int,
     row: Mapping[str, Tensor],
     bar: bool,
 ) -> None:
-    """Read every training row, and one of each evaluation set, before anything is spent.
+    """Read every row before anything is spent: the data sets may be others than they were.
 
     Raises:
-        ValueError: With the number of rows that cannot be used, but not which.
+        ValueError: With the number of rows that cannot be used, but not which; or if the data sets
+            are none that the plan was made for.
     """
+    check_datasets(train_dataset, eval_dataset)
+    check_repeats(train_dataset, units)
+    planned = num_units if units is None else sum(map(len, units.rows_of_unit))
+    if len(train_dataset) != planned:
+        raise ValueError(
+            f"train_dataset has {len(train_dataset)} rows, but the plan was made for {planned}; "
+            "build a new trainer for other data."
+        )
     assert isinstance(collator, RowWise)
     shape = row["pixel_values"].shape
     collator = RowWise(collator.collator, head=collator.head)  # which tells what is wrong

@@ -43,6 +43,7 @@ class Inputs:
         loss: The mean over rows.
         evaluations: The metrics, and those of the last evaluation.
         run: Plan, ledger and keys.
+        given: Public settings on which the sums of a step depend, beside the arguments.
     """
 
     folder: ModelFolder
@@ -51,6 +52,7 @@ class Inputs:
     loss: RowMeanLoss
     evaluations: EvaluationRecord
     run: PrivateRun
+    given: Mapping[str, object]
 
     @classmethod
     def of(
@@ -119,7 +121,12 @@ class Inputs:
         evaluations = EvaluationRecord(compute_metrics or metrics)
         row = template(train_dataset, collator)
         collator = RowWise(data_collator, head=head, stand_in=row)
-        return cls(folder, collator, row, loss, evaluations, run)
+        given = {
+            "class_weights": class_weights,
+            "max_examples_per_unit": None if units is None else max_examples_per_unit,
+            "row": {name: tuple(value.shape) for name, value in row.items()},
+        }
+        return cls(folder, collator, row, loss, evaluations, run, given)
 
 
 def _with_loss(metrics: Metrics, loss: RowMeanLoss) -> Metrics:

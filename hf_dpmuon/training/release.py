@@ -16,6 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["ReleaseGate"]
@@ -44,20 +48,29 @@ class ReleaseGate:
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name].clone()  # for whoever reads it; no step uses it
 
-    def guard(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step on releases only, until ``close``."""
+    def guard(self) -> None:
+        """Let every optimizer step these parameters along releases only, until ``close``.
+
+        Of all optimizers, since a callback may put another one in the place of the run's.
+        """
         self._handles = [
-            optimizer.register_step_pre_hook(self._restore),
-            optimizer.register_step_post_hook(self._spend),
+            register_optimizer_step_pre_hook(self._restore),
+            register_optimizer_step_post_hook(self._spend),
         ]
 
     def close(self) -> None:
-        """Leave the optimizer as it was."""
+        """Leave optimizers as they were."""
         for handle in self._handles:
             handle.remove()
         self._handles, self.gradients = [], None
 
-    def _restore(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _moves(self, optimizer: Optimizer) -> bool:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return not held.isdisjoint(map(id, self.parameters.values()))
+
+    def _restore(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._moves(optimizer):
+            return
         if any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise RuntimeError(
                 "the optimizer's step was given a closure, whose gradients are not private; call "
@@ -72,5 +85,6 @@ class ReleaseGate:
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name]
 
-    def _spend(self, *_: Any) -> None:
-        self.gradients = None
+    def _spend(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._moves(optimizer):
+            self.gradients = None

@@ -81,9 +81,10 @@ class PrivateStep:
         *,
         engine: PerSampleEngine,
         run: _Run,
+        gate: ReleaseGate,
         **others: Any,
     ) -> PrivateStep:
-        """Make the step of a run with these arguments, mechanism included."""
+        """Make the step of a run with these arguments, mechanism included; its gate is guarded."""
         assert args.loss_scale is not None
         mechanism = GaussianMechanism(
             engine,
@@ -96,14 +97,17 @@ class PrivateStep:
             clipping=args.clipping,
             loss_scale=args.loss_scale,
         )
-        return cls(
+        step = cls(
             mechanism,
             run,
+            gate=gate,
             loss_scale=args.loss_scale,
             rank=args.process_index,
             keep_loss=args.report_nonprivate_loss,
             **others,
         )
+        gate.guard()
+        return step
 
     def take(self, draw: LogicalBatch, *, step: int, stop_votes: float) -> float:
         """Release the gradient of one draw; return 0, or the raw mean loss.
