@@ -260,7 +260,7 @@ def test_k205_the_report_of_a_model_on_the_hub_is_found(server, folder, tmp_path
     stated = read_report(folder / "privacy_report.json")
     server.add_model(REPOSITORY, {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()})
     server.add_model(f"{USER}/public", {"config.json": (folder / "config.json").read_bytes()})
-    plain = AutoModelForImageClassification.from_pretrained(REPOSITORY)
+    plain = AutoModelForImageClassification.from_pretrained(folder)
     for name, earlier in {REPOSITORY: stated, f"{USER}/public": None, f"{USER}/none": None}.items():
         plain.name_or_path = plain.config._name_or_path = name
         loaded = replace(as_loaded(plain), library="transformers", source=name)

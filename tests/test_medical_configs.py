@@ -504,7 +504,9 @@ def runs(tmp_path_factory) -> dict[str, Run]:
             f"--config={CONFIGS['ham10000']}",
             "--dataset_name=clinic/no-lesions",
         ]
-        by_image = without(CONFIGS["ham10000"], "privacy_unit_column", home)
+        by_image = without(
+            CONFIGS["ham10000"], "privacy_unit_column", home, max_examples_per_unit=8
+        )
         asked["ham10000_by_image"] = [f"--config={by_image}"]
         asked = {
             name: [*options, *TINY, f"--output_dir={home / name / 'run'}"]

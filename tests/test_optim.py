@@ -322,7 +322,10 @@ def test_groups_hold_each_trainable_parameter_once(architecture, dp_optimizer):
     model = TINY_MODELS[architecture]()
     frozen = next(p for p in model.parameters() if p.ndim == 2)
     frozen.requires_grad_(False)
-    optimizer = create_optimizer(model, dp_optimizer=dp_optimizer, learning_rate=0.1)
+    rates = {"learning_rate": 0.1}
+    if dp_optimizer in ("muon", "muon_s"):
+        rates["vector_learning_rate"] = 0.1
+    optimizer = create_optimizer(model, dp_optimizer=dp_optimizer, **rates)
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p is not frozen)
 
@@ -371,6 +374,7 @@ def test_hugging_face_and_timm_copies_of_one_model_take_the_same_step(dp_optimiz
             dp_optimizer=dp_optimizer,
             learning_rate=0.05,
             weight_decay=0.01,
+            **({"vector_learning_rate": 0.05} if dp_optimizer in ("muon", "muon_s") else {}),
         )
         for model in (hf, twin)
     ]
@@ -845,7 +849,14 @@ def test_a_group_that_is_added_is_checked_as_the_first_ones_are(make, group, mes
         ({"dp_optimizer": "muon_s", "spectral_map": "svd"}, r"spectral_map='svd' has no effect"),
         ({"dp_optimizer": "muon", "correct_for_noise": True}, r"correct_for_noise=True has no"),
         ({"dp_optimizer": "adam", "correct_for_noise": True}, r"needs noise=KnownNoise"),
-        ({"dp_optimizer": "muon", "spectral_map": "selective"}, r"needs noise=KnownNoise"),
+        (
+            {
+                "dp_optimizer": "muon",
+                "vector_learning_rate": 0.1,
+                "spectral_map": "selective",
+            },
+            r"needs noise=KnownNoise",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
@@ -857,7 +868,7 @@ def test_a_known_noise_level_reaches_only_what_uses_it():
     noise = KnownNoise(1e-3)
 
     def build(**settings):
-        return create_optimizer(tiny_vit(), learning_rate=0.1, noise=noise, **settings)
+        return create_optimizer(tiny_vit(), learning_rate=0.1, noise=noise, steps=10, **settings)
 
     assert build(dp_optimizer="adam").noise is None
     assert build(dp_optimizer="adam", correct_for_noise=True).noise is noise
