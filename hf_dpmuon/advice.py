@@ -43,7 +43,7 @@ class Choice:
         thresholds: Per shape of matrix, the smallest singular value of the mean gradient that can
             be detected in DP-Muon's momentum while the gradient stays the same.
         threshold: Their median over all matrices.
-        hours: Of the gradients of all steps on this machine, in the engine that is recommended.
+        hours: What all gradients take on this machine, in the engine that is recommended.
     """
 
     logical_batch_size: int
@@ -115,7 +115,7 @@ def advise(
         target_epsilon: What the run may cost.
         delta: 1 / (10 N) if None.
         num_epochs: Passes over the data; by default those of a run.
-        num_classes: Of the data.
+        num_classes: Those of the data.
         physical_batch_size: Rows in memory at once.
         accountant: What composes the steps.
 

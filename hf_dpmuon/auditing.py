@@ -96,7 +96,7 @@ def epsilon_lower_bounds(
         scores: Numbers by experiment, of shape (n,), by name.
         is_member: Whether the unit was there, of shape (n,); in no order that the scores know.
         deltas: Each in (0, 1).
-        confidence: Of all bounds together, in (0, 1).
+        confidence: That of all bounds together, in (0, 1).
 
     Raises:
         ValueError: A value lies outside its range, or there are fewer than 40 experiments.

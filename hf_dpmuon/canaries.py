@@ -256,7 +256,7 @@ def audit(
         canaries: n, how many units to add.
         output_dir: A new folder for ledger, report and picture; that of the run and ``-audit`` if
             None.
-        confidence: Of all bounds together.
+        confidence: That of all bounds together.
 
     Raises:
         ValueError: The run could not be trained, or has no noise.

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     advice.add_argument("--delta", type=float, metavar="D", help="delta (1 / (10 N))")
     advice.add_argument("--epochs", type=float, metavar="X", help="passes over the data")
-    advice.add_argument("--classes", type=int, default=10, metavar="K", help="of the data (10)")
+    advice.add_argument("--classes", type=int, default=10, metavar="K", help="classes (10)")
     advice.add_argument(
         "--physical_batch_size", type=int, default=32, metavar="P", help="rows in memory (32)"
     )
@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         "--canaries", type=int, default=1000, metavar="N", help="privacy units to add (1000)"
     )
     audit.add_argument(
-        "--confidence", type=float, default=0.95, metavar="P", help="of all bounds together (0.95)"
+        "--confidence", type=float, default=0.95, metavar="P", help="in all bounds (0.95)"
     )
     audit.add_argument(
         "--output_dir", type=Path, metavar="DIR", help="a new folder (the run's, with -audit)"

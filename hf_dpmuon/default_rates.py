@@ -42,7 +42,7 @@ class Course:
         shapes: Rows and columns of each trained matrix.
         steps: T >= 1.
         max_grad_norm: C > 0.
-        noise: Of the gradients that the optimizer reads.
+        noise: That of the gradients that the optimizer reads.
     """
 
     shapes: Sequence[tuple[int, int]]

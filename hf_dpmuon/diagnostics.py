@@ -72,7 +72,7 @@ class MatrixSpectrum:
 
     Attributes:
         step: Number of the step, from 1.
-        name: Of the parameter; with a number where it stacks several matrices.
+        name: That of the parameter; with a number where it stacks several matrices.
         rows: Its first dimension.
         columns: All others.
         noise_std: Standard deviation of the noise in every entry.
@@ -86,7 +86,7 @@ class MatrixSpectrum:
             with the clean ones; 0 where nothing is detected.
         signal_norm: Frobenius norm of the detected directions, less what noise adds to them.
         signal_to_noise: Estimated Frobenius norm of the signal over that of the noise.
-        effective_rank: Of the matrix, noise included.
+        effective_rank: That of the matrix, noise included.
         signal_rank: Effective rank of the detected directions, less what noise adds to them.
     """
 
@@ -160,7 +160,7 @@ def verdict(spectra: Sequence[MatrixSpectrum], *, attainable_std: float) -> tupl
     ============= ==================================================================================
 
     Args:
-        spectra: Of the matrices, at one step or several; at least one.
+        spectra: Those of the matrices, at one step or several; at least one.
         attainable_std: Noise in every entry under that longest average.
     """
     detected = fmean(spectrum.detectable > 0 for spectrum in spectra)
@@ -174,7 +174,7 @@ def verdict(spectra: Sequence[MatrixSpectrum], *, attainable_std: float) -> tupl
     spread = sum(n * s.noise_std**2 for n, s in zip(noise, spectra, strict=True))
     if excess <= 2 * math.sqrt(2 * steps * spread):
         return "larger batch", f"{seen}, and what is there is no more than noise."
-    # Of one direction's clean value over the threshold: the ratio of norms times (m n)^(1/4).
+    # For one direction's clean value over the threshold: the ratio of norms times (m n)^(1/4).
     size = median(s.rows * s.columns for s in spectra) ** 0.25
     strength = math.sqrt(excess / sum(noise)) * size
     averaging = fmean(s.noise_std for s in spectra) / attainable_std

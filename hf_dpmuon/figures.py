@@ -99,7 +99,7 @@ def draw_audit(rows: Sequence[Mapping[str, Any]], *, confidence: float, path: Pa
 
     Args:
         rows: ``delta``, ``epsilon`` (the bound from below) and ``claim`` of each.
-        confidence: Of all bounds together.
+        confidence: That of all bounds together.
         path: The PNG file.
     """
     if not can_plot():
@@ -170,7 +170,7 @@ def draw_spectra(
 
     Args:
         table: Matrices by steps, leading value over what noise alone reaches.
-        names: Of the matrices.
+        names: Those of the matrices.
         steps: That were measured.
         examples: Title, singular values, and places with the density of those of noise alone, in
             units of the edge of the noise; drawn beside the table.

@@ -46,7 +46,7 @@ def group_epsilon(
     Args:
         events: What was released, in any order.
         group_size: Number of units in the group, >= 1; for one, the result of ``epsilon_bound``.
-        delta: Of the group's guarantee, in (0, 1).
+        delta: That of the group's guarantee, in (0, 1).
         accountant: ``"pld"`` composes that pair exactly; the others bound it by RDP.
 
     Raises:

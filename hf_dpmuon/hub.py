@@ -50,7 +50,7 @@ def prepare_repository(
     Args:
         name: ``repository`` of the token's owner, or ``owner/repository``.
         private: Whether it is made private, and must be; its visibility is never changed.
-        token: Of the Hub; by default that of ``HF_TOKEN`` or ``hf auth login``.
+        token: That of the Hub; by default that of ``HF_TOKEN`` or ``hf auth login``.
         revision: Branch to push to, which is made if it does not exist; by default ``main``.
 
     Returns:
@@ -90,7 +90,7 @@ def push_folder(
         private: As in ``prepare_repository``.
         token: As in ``prepare_repository``.
         revision: As in ``prepare_repository``.
-        message: Of the commit.
+        message: That of the commit.
 
     Returns:
         The commit.

@@ -25,8 +25,8 @@ def membership_tpr(*, epsilon: float, delta: float, fpr: float) -> float:
     2015, theorem 2.1, both directions of add/remove one).
 
     Args:
-        epsilon: Of the release, >= 0; infinity bounds nothing.
-        delta: Of the release, in (0, 1).
+        epsilon: That of the release, >= 0; infinity bounds nothing.
+        delta: That of the release, in (0, 1).
         fpr: False-positive rate of the test, in [0, 1].
 
     Raises:

@@ -168,7 +168,7 @@ class Method:
         Args:
             model: The classifier.
             noise: Public level of the noise in the gradients, for what uses it.
-            steps: Of the whole run, on which a learning rate that is unset depends.
+            steps: Those of the whole run, on which a learning rate that is unset depends.
             max_grad_norm: C, on which it depends, too.
 
         Returns:
@@ -304,7 +304,7 @@ def create_optimizer(
     Args:
         model: The classifier.
         noise: Public level of the noise in the gradients, for what uses it.
-        steps: Of the whole run, on which a learning rate that is unset depends.
+        steps: Those of the whole run, on which a learning rate that is unset depends.
         max_grad_norm: C, on which it depends, too.
         **settings: Those of ``Method``.
 

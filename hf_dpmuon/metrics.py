@@ -72,7 +72,7 @@ class EvaluationRecord:
 
     Attributes:
         compute: The metrics of a prediction.
-        metrics: Of the declared split, by name.
+        metrics: Those of the declared split, by name.
         prediction: The one that they are of.
     """
 
@@ -130,7 +130,7 @@ def classification_metrics(logits: ArrayLike, labels: ArrayLike) -> dict[str, fl
     ============================= ==================================================================
 
     Args:
-        logits: Of shape (rows, classes).
+        logits: Shape (rows, classes).
         labels: Class numbers, of shape (rows,).
 
     Raises:
@@ -178,7 +178,7 @@ def multi_label_metrics(
     ============================== =================================================================
 
     Args:
-        logits: Of shape (rows, labels).
+        logits: Shape (rows, labels).
         labels: 0, 1 or NaN for a missing answer, which counts nowhere; of the same shape.
         label_names: One for each label.
 
@@ -220,7 +220,7 @@ def plot_confusion(
     """Writes a picture of which class was taken for which; for local eyes, not for the Hub.
 
     Args:
-        logits: Of shape (rows, classes).
+        logits: Shape (rows, classes).
         labels: Class numbers of shape (rows,), or 0, 1 and NaN of shape (rows, labels): one matrix
             for each label then.
         label_names: One for each column of the logits.

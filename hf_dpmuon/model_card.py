@@ -77,7 +77,7 @@ class EarlierTraining:
     """A private training of the model that this one started from, as its report states it.
 
     Attributes:
-        epsilon: Of all its draws.
+        epsilon: That of all its draws.
         delta: Probability mass that epsilon leaves out.
         privacy_unit: What one guarantee protects.
         num_units: N of its data.
@@ -100,7 +100,7 @@ class PrivacyReport:
     """What is guaranteed, and the facts that it follows from.
 
     Attributes:
-        epsilon: Of all noise draws in the ledger together; infinite without noise.
+        epsilon: That of all noise draws in the ledger together; infinite without noise.
         delta: Probability mass that epsilon leaves out.
         accountant: The one that produced epsilon.
         accountant_version: The software that it comes from.
@@ -125,7 +125,7 @@ class PrivacyReport:
         draws_before_last_run: Noise draws made before the last of them.
         guarantee: Whether the numbers are a guarantee at all: no fixed seed, and noise enough for
             a finite epsilon.
-        versions: Of the software that made them.
+        versions: Those of the software that made them.
         weights: SHA-256 of each file of weights that the report belongs to, by name.
         earlier: Private trainings before this one, where it started from a model of such.
     """
@@ -211,7 +211,7 @@ def privacy_report(
     """Summarise a ledger.
 
     Args:
-        ledger: Of the run that trained the model.
+        ledger: That of the run that trained the model.
         weights: From ``hash_weights``, where the model is saved; without them it is not pushed.
         earlier: From ``PrivacyReport.as_earlier`` of the model that training started from.
 
@@ -353,7 +353,7 @@ def verify_weights(report: PrivacyReport, found: Mapping[str, str], folder: Path
     """Compare the weights in a folder with those that a report belongs to.
 
     Args:
-        report: Of the folder.
+        report: That of the folder.
         found: From ``hash_weights``.
         folder: Named in the refusal.
 

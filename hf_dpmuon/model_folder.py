@@ -118,7 +118,7 @@ class ModelFolder:
     Attributes:
         model: As it is saved.
         processor: Beside a plain ``PreTrainedModel``.
-        facts: Of the card that do not change in training; see ``build_model_card``.
+        facts: Those of the card that do not change in training; see ``build_model_card``.
         origin: The private training that the model comes from.
     """
 

@@ -72,7 +72,7 @@ class LoadedModel:
         notes: What was changed on loading, for the user.
         multi_label: Whether an image may have several labels or none, each with its own logit.
         source: The folder or the repository of the Hub that it was loaded from.
-        revision: Of that repository.
+        revision: That of that repository.
     """
 
     model: nn.Module

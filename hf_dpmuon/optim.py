@@ -157,8 +157,8 @@ def muon_update(
     processes hands all directions to all of them: each has one owner, the others add zeros.
 
     Args:
-        parameters: Of two or more dimensions; each is the matrix of its first by all others.
-        gradients: Of the same shapes; read only.
+        parameters: With two or more dimensions; each is the matrix of its first by all others.
+        gradients: The same shapes; read only.
         buffers: Momentum buffers of the same shapes, contiguous.
         momentum: Updates the buffers in place from the gradients; returns what is mapped.
         direction: From a stack (k, m, n) to a new one.
@@ -421,7 +421,7 @@ class DPAdam(_PrivateOptimizer):
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate, >= 0.
-        betas: Of the first and second moment, each in [0, 1).
+        betas: Those of the first and second moment, each in [0, 1).
         eps: Added to the denominator, > 0.
         weight_decay: Decoupled, >= 0.
         noise: If given, the part of the second moment that is noise is subtracted (DP-AdamBC),
@@ -568,7 +568,7 @@ class DPMuon(_MatrixOptimizer):
         spectral_map: Name of the direction; see ``spectral.spectral_map``.
         eps: Norm below which the momentum is not normalised; see ``spectral.newton_schulz``.
         noise: Public level of the noise, for the maps that use it.
-        ns_dtype: Of the iteration: float32, or bfloat16 for speed on CUDA.
+        ns_dtype: That of the iteration: float32, or bfloat16 for speed on CUDA.
 
     Raises:
         ValueError: If a value is out of range, or the map needs a noise level and has none.

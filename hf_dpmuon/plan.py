@@ -346,8 +346,8 @@ def affordable_steps(
 
     Args:
         events: What was released before.
-        noise_multiplier: Of the further draws.
-        sample_rate: Of the further draws.
+        noise_multiplier: That of the further draws.
+        sample_rate: That of the further draws.
         target_epsilon: Budget for ``events`` and the further draws together.
         delta: In (0, 1).
         accountant: How the draws are composed.

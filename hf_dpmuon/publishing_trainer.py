@@ -39,7 +39,7 @@ class PublishingTrainer(Trainer):
     Attributes:
         privacy_run: Its ledger decides what report and card say; its folder is what is written.
         folder: Writes a saved model with report and card.
-        evaluations: Of the split that was declared for it.
+        evaluations: Those of the split that was declared for it.
         spectral_report: What singular values of private momenta were against the noise.
         interrupted: Whether a signal stopped the run; then nothing is pushed.
     """
@@ -220,7 +220,7 @@ class PublishingTrainer(Trainer):
         """Save the model and push its public files, and nothing else; see ``hub.push_folder``.
 
         Args:
-            commit_message: Of the commit.
+            commit_message: That of the commit.
             blocking: Must be True.
             token: As in ``init_hf_repo``.
             revision: Branch; by default ``hub_revision``.

@@ -128,7 +128,7 @@ def bulk_density(values: Tensor, *, rows: int, columns: int, noise_std: float) -
     b = 1 + sqrt(beta); it integrates to 1 over the min(m, n) values.
 
     Args:
-        values: Of any shape, in the units of ``noise_std``.
+        values: Any shape, in the units of ``noise_std``.
         rows: Either dimension of the matrix, >= 1.
         columns: The other one.
         noise_std: s > 0.
@@ -219,7 +219,7 @@ def overlaps(values: Tensor, *, rows: int, columns: int, noise_std: float) -> tu
     Args and errors are those of ``shrink_singular_values``.
 
     Returns:
-        Of the left (``rows``-dimensional) and of the right vectors, each of shape (..., k) and
+        Overlaps of the left (``rows``-dimensional) and right vectors, each of shape (..., k) and
         float64, in [0, 1]; 0 within the bulk.
     """
     y, beta, unit = _in_units_of_noise(values, rows, columns, noise_std)

@@ -37,7 +37,7 @@ def train_only(loaded: LoadedModel, part: str, *, lora_rank: int) -> LoadedModel
     Args:
         loaded: Its model is changed in place. What is frozen already stays frozen.
         part: One of these.
-        lora_rank: Of the adapters.
+        lora_rank: That of the adapters.
 
     Raises:
         ValueError: If there is no such part, in general or in this model.

@@ -148,7 +148,7 @@ def newton_schulz(
         coefficients: Name of a row of ``COEFFICIENTS``, or one triple for all steps.
         eps: Frobenius norm below which a matrix is not brought up to norm 1, as in
             ``torch.optim.Muon``; by default every matrix but zero is.
-        dtype: Of the iteration: float32, or bfloat16 for speed on CUDA. Norms are float32.
+        dtype: That of the iteration: float32, or bfloat16 for speed on CUDA. Norms are float32.
 
     Returns:
         A new tensor of the shape and type of ``matrix``. Singular values land near 1, singular
@@ -350,7 +350,7 @@ def spectral_map(
         eps: See ``newton_schulz``; of that map only.
         noise_std: s, known standard deviation of the noise in every entry of ``matrix``; needed by
             ``NOISE_AWARE_MAPS`` and ignored by the others.
-        dtype: Of the Newton-Schulz iteration.
+        dtype: That of the Newton-Schulz iteration.
 
     Returns:
         A new tensor of the same shape and type; zero exactly where the matrix is.
@@ -419,7 +419,7 @@ def scaled_polar(
         steps: Newton-Schulz iterations.
         coefficients: Their table.
         noise_std: s, known standard deviation of the noise in every entry, or None.
-        dtype: Of the Newton-Schulz iteration.
+        dtype: That of the Newton-Schulz iteration.
 
     Returns:
         A new tensor of the same shape and type; zero where the matrix is.

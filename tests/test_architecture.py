@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -201,3 +202,10 @@ def test_no_test_module_imports_from_another():
                 modules |= {alias.name for alias in node.names}
         others = {name for name in modules if name.startswith("test_") or name == "conftest"}
         assert not others, f"{path.name} imports {others}"
+
+
+def test_no_text_begins_with_a_bare_of():
+    """Neither a docstring, an entry of one, a comment nor a help text."""
+    begins = re.compile(r'^\s*(#|"""|[a-z_*, ]+:)\s*Of |help="of ', re.MULTILINE)
+    found = {str(p.relative_to(PACKAGE)): begins.search(p.read_text()) for p in FILES}
+    assert {name: match[0] for name, match in found.items() if match} == {}

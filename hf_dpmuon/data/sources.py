@@ -38,7 +38,7 @@ def read_splits(
         name_or_path: As for `load_image_dataset`.
         config_name: Configuration of a Hub data set.
         revision: Branch, tag or commit of a Hub data set.
-        image_column: Of a table, the column of paths to read as images; by default the columns
+        image_column: That of a table, the column of paths to read as images; by default the columns
             whose files exist.
 
     Raises:

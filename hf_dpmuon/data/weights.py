@@ -27,7 +27,7 @@ def class_weights(
     Args:
         setting: One number per class, or "balanced" alone: N / (classes * rows of the class), as
             scikit-learn has it, and for several labels negatives / positives of each.
-        splits: Of which the training labels are counted, under "balanced".
+        splits: Those of which the training labels are counted, under "balanced".
         public_class_counts: Whether those counts are declared to be public.
 
     Raises:

@@ -68,7 +68,7 @@ class Contribution(Protocol):
 
         Args:
             weights: (U,).
-            into: Of the parameter's shape.
+            into: The parameter's shape.
             mask_zeros: Whether a weight of 0 adds exactly nothing.
             in_float64: Whether ``largest`` says that float32 might not do.
         """
@@ -115,7 +115,7 @@ class OuterProducts:
     Attributes:
         a_UTD: Inputs of the weight.
         g_UTP: Gradients with respect to its outputs.
-        shape: Of the parameter, with P * D entries.
+        shape: That of the parameter, with P * D entries.
     """
 
     a_UTD: Tensor

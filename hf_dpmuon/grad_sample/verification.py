@@ -62,7 +62,7 @@ def verify_per_sample_gradients(
         summed_loss: Given the engine or the plain model and the numbers of some of five rows,
             returns the loss summed over those rows, and how many they are; where a row becomes
             several, these are consecutive.
-        most_rows: Of a batch; with one, nothing is compared but its gradient with autograd's.
+        most_rows: Those of a batch; with one, nothing is compared but its gradient with autograd's.
 
     Raises:
         ValueError: If a trainable parameter is dead, a per-sample gradient is wrong, one sample's

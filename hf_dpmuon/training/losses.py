@@ -24,7 +24,7 @@ class RowMeanLoss:
             mean, and a row without a label has loss zero.
         class_weights: Public weights of the classes; of the positive examples of each label where
             there are several.
-        label_smoothing: Of one label per image.
+        label_smoothing: That of one label per image.
 
     Raises:
         ValueError: If the weights are not K finite numbers > 0, or smoothing meets several labels.

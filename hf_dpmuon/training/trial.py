@@ -53,7 +53,7 @@ class Trial:
         loss: Mean over the rows of such a batch.
         autocast: As in training.
         loss_scale: As in training.
-        num_classes: Of the labels.
+        num_classes: Those of the labels.
         physical_batch_size: Most rows of a physical batch.
         rows_of_unit: Fewest and most rows of one privacy unit in a step.
     """
