@@ -306,8 +306,8 @@ def test_a_plot_that_cannot_be_drawn_is_refused(tmp_path, capsys, monkeypatch):
     [
         ("", "arguments are required: --num_units"),
         ("--num_units many", "invalid int value: 'many'"),
-        ("--num_units 5000", r"or both must be set"),
-        ("--num_units 5000 --epsilon 1 --sigma 1 --steps 1", "or both must be set"),
+        ("--num_units 5000", r"set epsilon .*, or sigma itself"),
+        ("--num_units 5000 --epsilon 1 --sigma 1 --steps 1", "both go together only where"),
         ("--num_units 5000 --steps 1 --epochs 1", "not allowed with argument"),
         ("--num_units 0 --epsilon 1 --sigma 1", "num_units=0 must be >= 1"),
         ("--num_units 9 --epsilon 1 --sigma 1", r"logical_batch_size=1024 must be in \[1, 9\]"),
